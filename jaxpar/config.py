@@ -1,0 +1,210 @@
+"""Every setting of a run: frozen, nested, one TOML form, one set of flags.
+
+A field is `--group.field` on the command line; those with a short alias have it beside them. The precedence is
+defaults < `--config FILE` < `--model PRESET` < flags.
+"""
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from jaxpar import toml
+from models.config import ModelConfig
+from models.presets import load_model
+
+
+def _alias(*names: str) -> Any:
+    return tyro.conf.arg(aliases=[f"--{name}" for name in names])
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: Annotated[str, _alias("data")] = "stdlib"
+    """A text file, a glob, a directory, or `stdlib`: the Python standard library's own sources."""
+    batch_size: Annotated[int, _alias("batch-size")] = 16
+    """Sequences per step, over all devices and microbatches."""
+    seq_len: Annotated[int, _alias("seq-len")] = 256
+    """Tokens per sequence."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: Annotated[float, _alias("learning-rate")] = 3e-3
+    """The peak, reached after warm-up."""
+    final_learning_rate: float = 3e-4
+    """Where the cosine ends, at step `run.steps`."""
+    warmup_steps: Annotated[int, _alias("warmup-steps")] = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: Annotated[float, _alias("weight-decay")] = 0.1
+    """On matmul kernels alone: not on norms, biases and embeddings."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 leaves them alone."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    mesh: Annotated[str, _alias("mesh")] = ""
+    """Sizes of the mesh's axes, as in `data=2,fsdp=-1,tensor=2`; one -1 takes the rest. Empty: all devices on fsdp."""
+    dcn_mesh: Annotated[str, _alias("dcn-mesh")] = ""
+    """What part of the mesh's axes crosses the slow network between slices or hosts, as in `data=2`."""
+    sequence_parallel: Annotated[bool, _alias("sequence-parallel")] = True
+    """Cut the sequence over `tensor` between blocks; no effect at tensor=1."""
+    reshard_after_forward: Annotated[bool, _alias("reshard-after-forward")] = True
+    """Gather FSDP's weights again for the backward pass (three transfers a step) or keep them (two)."""
+    remat: Annotated[Literal["none", "full"], _alias("remat")] = "full"
+    """Recompute each layer in the backward pass, or keep all its intermediates."""
+    grad_accumulation: Annotated[int, _alias("grad-accumulation")] = 1
+    """Microbatches per step; gradients are summed over `data` once, after the last."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    steps: Annotated[int, _alias("steps")] = 200
+    """Length of the run and of the learning rate's schedule."""
+    stop_at: Annotated[int | None, _alias("stop-at")] = None
+    """End after this step, the schedule unchanged."""
+    seed: Annotated[int, _alias("seed")] = 0
+    precision: Annotated[Literal["bfloat16", "float32", "float64"], _alias("precision")] = "bfloat16"
+    """Of matmuls and activations. bfloat16 keeps master parameters and gradient sums in float32."""
+    directory: Annotated[str, _alias("run-dir")] = ""
+    """Where the run is written; empty: runs/<time>-<model>. A directory with a checkpoint is resumed."""
+    resume: Literal["auto", "require", "never"] = "auto"
+    """auto: where there is a checkpoint; `--resume` demands one; `--no-resume` starts over in a new directory."""
+    checkpoint_every: Annotated[int, _alias("checkpoint-every")] = 0
+    """Steps between checkpoints; one is always written at the end. 0: only that."""
+    emulate: Annotated[int, _alias("emulate")] = 0
+    """Run on this many emulated CPU devices; 0: on the devices that there are."""
+    sample_tokens: int = 128
+    """Length of the continuation that is sampled at the end; 0: none."""
+    compilation_cache: str = "auto"
+    """Directory of compiled programs; auto: ~/.cache/jaxpar/xla; empty: none."""
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            ("--batch-size", self.data.batch_size),
+            ("--seq-len", self.data.seq_len),
+            ("--steps", self.run.steps),
+            ("--grad-accumulation", self.parallel.grad_accumulation),
+        )
+        _at_least(
+            0,
+            ("--emulate", self.run.emulate),
+            ("--warmup-steps", self.optimizer.warmup_steps),
+            ("--checkpoint-every", self.run.checkpoint_every),
+            ("--run.sample-tokens", self.run.sample_tokens),
+            ("--learning-rate", self.optimizer.learning_rate),
+            ("--seed", self.run.seed),
+            ("--optimizer.clip-norm", self.optimizer.clip_norm),
+            ("--weight-decay", self.optimizer.weight_decay),
+        )
+        if self.run.stop_at is not None and not 1 <= self.run.stop_at <= self.run.steps:
+            raise ValueError(f"--stop-at {self.run.stop_at} is outside of the run: 1 to --steps {self.run.steps}")
+        if self.model.positions == "learned" and self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"--seq-len {self.data.seq_len} exceeds the {self.model.max_seq_len} learned positions of "
+                f"{self.model.name}; lower it or set --model.max-seq-len"
+            )
+
+    @property
+    def stop_at(self) -> int:
+        return self.run.stop_at or self.run.steps
+
+
+def _at_least(limit: int, *settings: tuple[str, float]) -> None:
+    for flag, value in settings:
+        if not value >= limit:
+            raise ValueError(f"{flag} is {value}; it must be at least {limit}")
+
+
+def load(path: Path, base: Config) -> Config:
+    """`base` with the settings of a TOML file, such as a run directory's config.toml. Raises ValueError."""
+    return toml.build(base, toml.read(path), str(path))
+
+
+def with_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
+    """The config with the mesh's sizes as they turned out."""
+    text = ",".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "data=1"
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=text))
+
+
+# What stands on the command line without a value, or before tyro sees the rest.
+_SHORTHANDS = {"--resume": ["--run.resume", "require"], "--no-resume": ["--run.resume", "never"]}
+
+
+def parse(args: Sequence[str], *, prog: str, description: str, base: Config | None = None) -> Config:
+    """The Config of a command line. Raises ValueError, in one line, for what is unknown or out of range."""
+    args = [word for arg in args for word in _SHORTHANDS.get(arg, [arg])]
+    config_files, args = _take(args, "--config")
+    models, args = _take(args, "--model")
+    base = base or Config()
+    for path in config_files:
+        base = load(Path(path), base)
+    for name in models:
+        base = dataclasses.replace(base, model=load_model(name))
+    known = {"--help", "-h", "--config", "--model", *_flags(Config)}
+    for arg in args:
+        flag = arg.split("=")[0].replace("_", "-")
+        if arg.startswith("--") and flag not in known:
+            raise ValueError(f"unknown flag {arg.split('=')[0]}{toml.nearest(flag, known)}")
+    description += (
+        "\n\n--model takes a preset's name (`jaxpar models`) or a TOML file, --config a config.toml; "
+        "--resume demands a checkpoint in --run-dir, --no-resume starts over."
+    )
+    return tyro.cli(Config, prog=prog, description=description, default=base, args=args)
+
+
+def _take(args: list[str], flag: str) -> tuple[list[str], list[str]]:
+    """The values of a flag, and the arguments without it."""
+    values, rest = [], []
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != flag:
+            rest.append(word)
+            continue
+        given = value if equals else next(words, None)
+        if given is None:
+            raise ValueError(f"{flag} needs a value")
+        values.append(given)
+    return values, rest
+
+
+def _flags(group: type, prefix: str = "") -> set[str]:
+    """Every spelling that tyro takes for a dataclass's fields."""
+    flags: set[str] = set()
+    for name, hint in typing.get_type_hints(group, include_extras=True).items():
+        plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+        if dataclasses.is_dataclass(plain):
+            flags |= _flags(typing.cast(type, plain), f"{prefix}{name}.")
+            continue
+        spellings = [f"{prefix}{name}".replace("_", "-")]
+        for extra in getattr(hint, "__metadata__", ()):
+            spellings += [alias.removeprefix("--") for alias in extra.aliases or ()]
+        flags |= {f"--{spelling}" for spelling in spellings}
+        if plain is bool:
+            flags |= {f"--{head}{dot}no-{last}" for head, dot, last in (s.rpartition(".") for s in spellings)}
+    return flags
+
+
+def exit_with(error: ValueError) -> typing.NoReturn:
+    """A user's error: one line, exit status 2."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)

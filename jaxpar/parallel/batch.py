@@ -1,0 +1,25 @@
+"""What a step is fed: tokens, and all that a mask or a loss needs to know of them."""
+
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch, or a stack of them with a leading dim.
+
+    Targets are shifted before any permutation of the sequence, so a strategy may reorder S freely; every mask comes
+    from `positions` and `segment_ids`, never from the order in the array.
+    """
+
+    tokens: Int[Array, "*M B S"]
+    targets: Int[Array, "*M B S"]
+    positions: Int[Array, "*M B S"]
+    """Within the document, from 0."""
+    segment_ids: Int[Array, "*M B S"]
+    """Tokens attend only to their own segment."""
+    loss_weights: Float[Array, "*M B S"]
+    """1 for a token that counts, 0 for padding."""

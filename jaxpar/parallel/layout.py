@@ -1,0 +1,197 @@
+"""The one seam between a model and a mesh.
+
+A model gets a `Layout` and otherwise reads like single-device code. Shardings are part of every array's type (all
+mesh axes are Explicit), and three kinds of type carry the whole of data, FSDP, tensor and sequence parallelism:
+
+    P(..., "fsdp")            cut over an axis
+    P(..., reduced={"a"})     whole on every rank of `a`, and its cotangent is a sum over `a` that is still owed
+    P(..., unreduced={"a"})   such a sum, owed: each rank of `a` holds its own addend
+
+A collective stands only where a type changes (`jax.reshard`), and its transpose is the matching one of the backward
+pass: gather <-> reduce-scatter, nothing <-> all-reduce.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxpar.kernels.attention import AttentionMask
+from jaxpar.parallel import data, fsdp, layers, local_attention, tensor, vocab
+from jaxpar.parallel.axes import ACTIVATION_RULES, PARAMETER_RULES, mesh_axes, padded_vocab, partition_spec
+from jaxpar.parallel.batch import Batch
+from meshes import MESH_AXES
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on a mesh. Without a mesh it is the single-device reference of every other layout."""
+
+    mesh: Mesh | None
+    compute_dtype: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))
+    reduce_dtype: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))
+    """In which weights' gradients are summed over the FSDP axes."""
+    sequence_parallel: bool = True
+    """Cut the sequence over `tensor` between blocks; no effect at tensor=1."""
+    reshard_after_forward: bool = True
+    """Drop a gathered weight after the forward pass and gather it again for the backward pass."""
+    remat: Literal["none", "full"] = "full"
+
+    @classmethod
+    def single(cls, dtype: jnp.dtype, remat: Literal["none", "full"] = "none") -> "Layout":
+        return cls(mesh=None, compute_dtype=jnp.dtype(dtype), reduce_dtype=jnp.dtype(dtype), remat=remat)
+
+    # Types ---------------------------------------------------------------------------------------------------------
+
+    def axis_size(self, *axes: str) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
+
+    def spec(
+        self, *names: str | None, reduced: frozenset[str] = frozenset(), unreduced: frozenset[str] = frozenset()
+    ) -> P | None:
+        """The spec of an activation whose dims have these logical names; None where there is no mesh."""
+        if self.mesh is None:
+            return None
+        if not self.sequence_parallel:
+            names = tuple("seq" if name == "residual_seq" else name for name in names)
+        spec = partition_spec(names, ACTIVATION_RULES, self.mesh.shape)
+        return P(*spec.partitions, reduced=reduced, unreduced=unreduced)
+
+    def stacked_batch_spec(self) -> P | None:
+        """Of a step's batch [M, B, S]: each microbatch cut alike."""
+        return self.spec(None, "batch", "seq")
+
+    def parameter_spec(self, names: Sequence[str | None], shape: Sequence[int]) -> P:
+        """Where a parameter is kept: names of its last dims, any dim before them is `layers`."""
+        assert self.mesh is not None
+        names = ("layers",) * (len(shape) - len(names)) + tuple(names)
+        return partition_spec(names, PARAMETER_RULES, self.mesh.shape, shape)
+
+    def owed_axes(self, spec: P, summed_over: Sequence[str | None]) -> frozenset[str]:
+        """The mesh axes over which a gradient stays unsummed until the step's last microbatch.
+
+        Those that cut the activation dims which the gradient sums over, less those that cut the parameter itself,
+        where the sum is a reduce-scatter in the backward pass.
+        """
+        activation = self.spec(*summed_over)
+        return mesh_axes(activation) - mesh_axes(spec) if activation is not None else frozenset()
+
+    def sharding(self, spec: P | None) -> NamedSharding | None:
+        return NamedSharding(self.mesh, spec) if self.mesh is not None and spec is not None else None
+
+    def whole(self) -> NamedSharding | None:
+        """The sharding of a scalar, or of anything whole on every device."""
+        return self.sharding(P())
+
+    def padded_vocab(self, vocab_size: int) -> int:
+        return padded_vocab(vocab_size, self.mesh.shape if self.mesh is not None else dict.fromkeys(MESH_AXES, 1))
+
+    def check_divisible(self, size: int, name: str, flag: str) -> None:
+        """Raise ValueError where an activation's logical axis `name` cannot be cut into equal parts."""
+        if self.mesh is None:
+            return
+        spec = self.spec(name)
+        assert spec is not None
+        axes = [axis for axis in MESH_AXES if axis in mesh_axes(spec) and self.mesh.shape[axis] > 1]
+        parts = self.axis_size(*axes)
+        if size % parts:
+            over = " x ".join(f"{axis}={self.mesh.shape[axis]}" for axis in axes)
+            below, above = size // parts * parts, -(-size // parts) * parts
+            nearest = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(f"{flag} {size} is not divisible by {over}; the nearest that is: {nearest}")
+
+    # What a model calls --------------------------------------------------------------------------------------------
+
+    def gather(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
+        """A weight in compute dtype with its FSDP axes gathered: the one named point of FSDP's traffic."""
+        if self.mesh is None:
+            return weight.astype(self.compute_dtype)
+        return fsdp.gather(weight, self.compute_dtype, self.reduce_dtype)
+
+    def enter_tensor(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """From the residual stream to the input of column-parallel weights."""
+        if self.mesh is None:
+            return x
+        return jax.reshard(x, self.spec("batch", "seq", "embed", reduced=tensor.AXES))
+
+    def project(
+        self, equation: str, x: Float[Array, "B S _"], weight: Float[Array, "..."], *names: str | None
+    ) -> Float[Array, "..."]:
+        """x times a gathered weight, column-parallel: dims named `names` come out, cut as the weight is."""
+        out = self.spec(*names)
+        return jnp.einsum(equation, x, weight) if out is None else tensor.project(equation, x, weight, out)
+
+    def exit_tensor(
+        self, equation: str, x: Float[Array, "B S ..."], weight: Float[Array, "..."]
+    ) -> Float[Array, "B S D"]:
+        """x times a gathered weight, row-parallel, summed over `tensor` into the residual stream's type."""
+        addends = self.spec("batch", "seq", "embed", unreduced=tensor.AXES)
+        out = self.spec("batch", "residual_seq", "embed")
+        if addends is None or out is None:
+            return jnp.einsum(equation, x, weight)
+        return tensor.project_back(equation, x, weight, addends, out)
+
+    def scale(self, x: Float[Array, "B S ..."], vector: Float[Array, "..."]) -> Float[Array, "B S ..."]:
+        """x * vector over x's last dims, the vector's gradient left unsummed over the axes that its type owes."""
+        return data.scale(x, vector)
+
+    def shift(self, x: Float[Array, "B S ..."], vector: Float[Array, "..."]) -> Float[Array, "B S ..."]:
+        """x + vector over x's last dims, likewise."""
+        return data.shift(x, vector)
+
+    def attention(
+        self,
+        q: Float[Array, "B S H K"],
+        k: Float[Array, "B S G K"],
+        v: Float[Array, "B S G K"],
+        batch: Batch,
+        mask: AttentionMask,
+        scale: float,
+    ) -> Float[Array, "B S H K"]:
+        """Attention over the whole sequence; kv heads that `tensor` does not divide are repeated to lcm(G, tensor)."""
+        return local_attention.attention(self, q, k, v, batch, mask, scale)
+
+    def layers(self, block: Callable, stacked: PyTree, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """block(params of one layer, x) for every layer: `stacked` has a leading layers dim on each leaf."""
+        return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward)
+
+    def lookup(self, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """Rows of an embedding table, in compute dtype and the residual stream's type; the table is not gathered."""
+        return vocab.lookup(self, table, ids)
+
+    def cross_entropy(
+        self,
+        x: Float[Array, "B S D"],
+        head: Float[Array, "D V"],
+        targets: Int[Array, "B S"],
+        weights: Float[Array, "B S"],
+        vocab_size: int,
+    ) -> Float[Array, ""]:
+        """sum(weights * -log p(target)) without whole logits on any device; `head` is gathered, x normalised."""
+        return vocab.cross_entropy(self, self.enter_tensor(x), head, targets, weights, vocab_size)
+
+    # What a step calls ---------------------------------------------------------------------------------------------
+
+    def owe(self, params: PyTree, owed: PyTree) -> PyTree:
+        """Parameters typed so that their gradients come unsummed over the axes in `owed` (a tree of sets)."""
+        if self.mesh is None:
+            return params
+        return jax.tree.map(data.owe, params, owed)
+
+    def zeros_owed(self, params: PyTree, dtype: jnp.dtype) -> PyTree:
+        """Accumulators typed as the gradients of parameters that `owe` typed."""
+        return jax.tree.map(partial(data.zeros_owed, dtype=dtype), params)
+
+    def settle(self, grads: PyTree) -> PyTree:
+        """The sums that are still owed, once a step: the all-reduce of data parallelism."""
+        if self.mesh is None:
+            return grads
+        return jax.tree.map(data.settle, grads)

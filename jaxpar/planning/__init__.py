@@ -1,0 +1,1 @@
+"""What a run will cost, before it runs: pure arithmetic over a model, a layout and a machine."""

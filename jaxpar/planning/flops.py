@@ -1,0 +1,81 @@
+"""The floating-point operations of a training step, and the share of the peak that a measured step reached.
+
+Only matrix multiplications count, a multiply-add as two operations, at the model's true sizes. The backward
+pass costs twice the forward: a gradient for each of a product's two factors. A step has three counts, because
+published numbers differ in which they use:
+
+- model: every query against every key, masked or not. PaLM, appendix B (arXiv 2204.02311), whose formula per
+  token is 6 N + 12 L H Q T; Korthikanti et al., equation 7 (arXiv 2205.05198).
+- model_causal: only the query-key pairs that a causal mask leaves.
+- hardware: model, and what rematerialization does again (Korthikanti et al., section 5).
+"""
+
+from dataclasses import dataclass
+
+from models.config import ModelConfig
+from models.count import attention_weights, mlp_weights
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one training step, forward and backward, over all devices; see the module for the three."""
+
+    model: float
+    model_causal: float
+    hardware: float
+
+
+def layers_matmul_flops_per_token(config: ModelConfig) -> float:
+    """Forward FLOPs per token of all layers' weights, two for each, without attention's own products."""
+    return 2.0 * config.num_layers * (attention_weights(config) + mlp_weights(config))
+
+
+def head_matmul_flops_per_token(config: ModelConfig) -> float:
+    """Forward FLOPs per token of the head, tied or not; the embedding is a lookup and costs none."""
+    return 2.0 * config.vocab_size * config.embed_dim
+
+
+def matmul_flops_per_token(config: ModelConfig) -> float:
+    """Forward FLOPs per token of everything that has weights: the layers and the head."""
+    return layers_matmul_flops_per_token(config) + head_matmul_flops_per_token(config)
+
+
+def attention_flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
+    """Forward FLOPs per token of all layers' Q K^T and scores x V, averaged over a sequence.
+
+    In full 4 x seq_len x num_heads x head_dim per layer; causal, half of that (the diagonal's half token is
+    left out, as is usual). A sliding window bounds the keys of each query: a causal band of window W over S
+    tokens has W x S pairs less the W^2 / 2 that the first tokens lack, and is S^2 / 2 where W reaches S.
+    Source: PaLM, appendix B (arXiv 2204.02311).
+    """
+    window = min(config.sliding_window or seq_len, seq_len)
+    keys_per_query = window - window**2 / (2 * seq_len) if causal else window
+    return 4.0 * config.num_layers * config.num_heads * config.head_dim * keys_per_query
+
+
+def step_flops(config: ModelConfig, num_tokens: int, seq_len: int, remat: str) -> StepFlops:
+    """FLOPs of one training step over num_tokens tokens in all (devices, microbatches), seq_len a sequence.
+
+    remat: "none" keeps every activation; "full" runs the layers' forward once more in the backward pass, the
+    head's not. ValueError for any other. Sources: PaLM, appendix B; Korthikanti et al., section 5.
+    """
+    if remat not in ("none", "full"):
+        raise ValueError(f"remat is {remat!r}; it must be 'none' or 'full'")
+    matmul = matmul_flops_per_token(config)
+    attention = attention_flops_per_token(config, seq_len, causal=False)
+    model = 3 * (matmul + attention)
+    recomputed = layers_matmul_flops_per_token(config) + attention if remat == "full" else 0.0
+    return StepFlops(
+        model=num_tokens * model,
+        model_causal=num_tokens * 3 * (matmul + attention_flops_per_token(config, seq_len, causal=True)),
+        hardware=num_tokens * (model + recomputed),
+    )
+
+
+def mfu(flops: float, seconds: float, num_devices: int, peak_flops_per_device: float) -> float:
+    """The share of the peak that a step reached: its FLOPs / (measured seconds x devices x peak FLOP/s).
+
+    With a step's `model` FLOPs it is PaLM's model FLOPs utilization (arXiv 2204.02311, appendix B), with
+    `hardware` the hardware FLOPs utilization (arXiv 2205.05198).
+    """
+    return flops / (seconds * num_devices * peak_flops_per_device)

@@ -1,0 +1,184 @@
+"""Bytes that each device moves per training step, by mesh axis and collective.
+
+One formula for each strategy, as its file in jaxpar/parallel states it; here they are added up for a model and a
+layout. A collective's bytes are those of the buffer whole over its axis: what an all-gather results in, what a
+reduce-scatter, an all-reduce or an all-to-all starts from. (A ring sends (n - 1) / n of that, an all-reduce twice.)
+Scalars (losses, norms) are left out.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpar.parallel.axes import (
+    ACTIVATION_RULES,
+    PARAMETER_RULES,
+    TOKEN_AXES,
+    axes_of,
+    mesh_axes,
+    padded_vocab,
+    partition_spec,
+)
+from models.config import ModelConfig
+
+Traffic = dict[str, dict[str, int]]
+"""{"fsdp": {"all-gather": bytes}}; several axes in one collective are joined with "+", in the mesh's order."""
+
+
+@dataclass(frozen=True)
+class TrafficSettings:
+    """What the traffic of a step depends on beside the model."""
+
+    mesh: Mapping[str, int]
+    """Every axis and its size, outermost first."""
+    batch_size: int
+    seq_len: int
+    num_microbatches: int = 1
+    compute_bytes: int = 2
+    reduce_bytes: int = 4
+    master_bytes: int = 4
+    sequence_parallel: bool = True
+    reshard_after_forward: bool = True
+    remat: str = "full"
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of every layer (or of none): its dims, their logical names, what its gradient sums over."""
+
+    dims: tuple[int, ...]
+    names: tuple[str, ...]
+    summed_over: tuple[str, ...]
+    layers: int
+    gathers: int
+    """All-gathers per microbatch, in units of the whole weight."""
+
+
+def step_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
+    """The traffic of one step of dense training over data, fsdp, expert (as a batch axis) and tensor."""
+    total: Counter[tuple[tuple[str, ...], str]] = Counter()
+    for axes, op, num_bytes in (*_weights(config, settings), *_activations(config, settings)):
+        axes = tuple(axis for axis in settings.mesh if axis in axes and settings.mesh[axis] > 1)
+        if axes and num_bytes:
+            total[axes, op] += num_bytes
+    traffic: Traffic = {}
+    for (axes, op), num_bytes in total.items():
+        traffic.setdefault("+".join(axes), {})[op] = num_bytes
+    return traffic
+
+
+_Flow = tuple[Sequence[str] | frozenset[str], str, int]
+
+
+def _weights(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
+    """FSDP's gathers and reduce-scatters, and the sums that are left to the end of the step."""
+    for parameter in _parameters(config, settings):
+        spec = partition_spec(parameter.names, PARAMETER_RULES, settings.mesh, parameter.dims)
+        fsdp = mesh_axes(spec) & TOKEN_AXES
+        whole = parameter.layers * math.prod(parameter.dims) // _size(settings, mesh_axes(spec) - TOKEN_AXES)
+        yield fsdp, "all-gather", settings.num_microbatches * parameter.gathers * whole * settings.compute_bytes
+        if parameter.gathers:
+            yield fsdp, "reduce-scatter", settings.num_microbatches * whole * settings.reduce_bytes
+        owed = _activation_axes(parameter.summed_over, settings) - mesh_axes(spec)
+        yield owed, "all-reduce", whole // _size(settings, fsdp) * settings.master_bytes
+
+
+def _parameters(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Parameter]:
+    embed, hidden, depth = config.embed_dim, config.mlp_dim, config.num_layers
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    tokens, residual = ("batch", "seq"), ("batch", "residual_seq")
+
+    def kernels(*shapes: tuple[tuple[str, int], ...]) -> Iterator[_Parameter]:
+        gathers = 2 if settings.reshard_after_forward else 1
+        for shape in shapes:
+            names, dims = zip(*shape)
+            yield _Parameter(dims, names, tokens, depth, gathers)
+
+    d, h, k, f = ("embed", embed), ("heads", heads), ("kv_heads", kv_heads), ("mlp", hidden)
+    p = ("head_dim", head_dim)
+    yield from kernels((d, h, p), (d, k, p), (d, k, p), (h, p, d), (d, f), (f, d))
+    if config.mlp == "swiglu":
+        yield from kernels((d, f))
+
+    def vector(dim: int, name: str, summed_over: tuple[str, ...], count: int = depth) -> _Parameter:
+        return _Parameter((dim,), (name,), summed_over, count, 0)
+
+    norms = (2 * depth + 1) * (2 if config.norm == "layernorm" else 1)
+    yield vector(embed, "vector", residual, norms)
+    if config.qk_norm:
+        yield vector(head_dim, "vector", (*tokens, "heads"), 2 * depth)
+    if config.qkv_bias:
+        yield _Parameter((heads, head_dim), ("heads", "head_dim"), tokens, depth, 0)
+        yield _Parameter((kv_heads, head_dim), ("kv_heads", "head_dim"), tokens, 2 * depth, 0)
+    if config.mlp_bias:
+        yield vector(hidden, "mlp", tokens, (2 if config.mlp == "swiglu" else 1) * depth)
+        yield vector(embed, "vector", residual)
+    if config.attention_output_bias:
+        yield vector(embed, "vector", residual)
+
+    vocab = padded_vocab(config.vocab_size, settings.mesh)
+    yield _Parameter((vocab, embed), ("vocab", "embed"), tokens, 1, 1 if config.tie_embeddings else 0)
+    if not config.tie_embeddings:
+        yield _Parameter((embed, vocab), ("embed", "vocab"), tokens, 1, 1)
+    if config.positions == "learned":
+        yield _Parameter((config.max_seq_len, embed), ("position", "embed"), residual, 1, 0)
+
+
+def _activations(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
+    """Tensor parallelism's reductions, the lookup's exchanges, the loss's sums over the vocabulary."""
+    times = settings.num_microbatches
+    tokens = settings.batch_size * settings.seq_len // times // _size(settings, TOKEN_AXES)
+    stream = times * tokens * config.embed_dim * settings.compute_bytes
+    tensor = ("tensor",)
+
+    # Into and out of each half block and into the loss; full remat does all again but each layer's last sum.
+    again = 1 if settings.remat == "full" else 0
+    entries, exits = 2 * config.num_layers, 2 * config.num_layers
+    sums = exits + again * exits // 2 + entries + 1
+    if settings.sequence_parallel:
+        yield tensor, "all-gather", (entries + again * entries + 1 + exits) * stream
+        yield tensor, "reduce-scatter", sums * stream
+    else:
+        yield tensor, "all-reduce", sums * stream
+    if not _kv_heads_cut(config, settings):
+        kv = times * tokens * config.num_kv_heads * config.head_dim * settings.compute_bytes
+        yield tensor, "all-reduce", 2 * config.num_layers * kv
+
+    vocab = padded_vocab(config.vocab_size, settings.mesh)
+    yield tensor, "all-reduce", times * 3 * tokens * max(settings.compute_bytes, 4)
+
+    yield from _lookup(settings, (vocab, config.embed_dim), ("vocab", "embed"), stream, times * tokens)
+    if config.positions == "learned":
+        yield from _lookup(
+            settings, (config.max_seq_len, config.embed_dim), ("position", "embed"), stream, times * tokens
+        )
+
+
+def _lookup(
+    settings: TrafficSettings, dims: tuple[int, int], names: tuple[str, str], stream: int, tokens: int
+) -> Iterator[_Flow]:
+    rows, columns = map(axes_of, partition_spec(names, PARAMETER_RULES, settings.mesh, dims).partitions)
+    part = settings.mesh["tensor"] if settings.sequence_parallel else 1
+    ids = 4 * tokens * _size(settings, columns)
+    yield columns, "all-gather", ids if rows else ids // part  # once: the backward pass uses the same
+    yield columns, "all-to-all", 2 * stream // part
+    if settings.sequence_parallel:
+        yield rows, "reduce-scatter", stream
+        yield rows, "all-gather", stream
+    else:
+        yield rows, "all-reduce", stream
+
+
+def _kv_heads_cut(config: ModelConfig, settings: TrafficSettings) -> bool:
+    return config.num_kv_heads % settings.mesh["tensor"] == 0
+
+
+def _activation_axes(names: Sequence[str], settings: TrafficSettings) -> frozenset[str]:
+    if not settings.sequence_parallel:
+        names = ["seq" if name == "residual_seq" else name for name in names]
+    return mesh_axes(partition_spec(names, ACTIVATION_RULES, settings.mesh))
+
+
+def _size(settings: TrafficSettings, axes: Sequence[str] | frozenset[str]) -> int:
+    return math.prod(settings.mesh[axis] for axis in axes)

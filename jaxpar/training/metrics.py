@@ -1,0 +1,56 @@
+"""What a step is worth: tokens per second and model FLOPs utilisation, from its measured time."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxpar.config import Config
+from jaxpar.planning.flops import mfu, step_flops
+from jaxpar.training.step import StepMetrics
+from meshes import PeakFlops
+
+
+@dataclass
+class Meter:
+    """Turns each step's metrics into a row of metrics.jsonl, in order.
+
+    A step's time is from the end of the one before to its own, so it holds whatever the step waited for: data, host,
+    devices. MFU by five steps: matmul FLOPs of the forward pass, plus twice that for the backward; over the devices'
+    peak; over the measured time.
+    """
+
+    config: Config
+    num_devices: int
+    peak: PeakFlops
+    learning_rate: Callable[[int], jax.Array]
+    tokens: int
+    """Valid tokens that the model has seen so far."""
+    _last: float = field(default_factory=time.perf_counter)
+
+    def row(self, step: int, metrics: StepMetrics) -> dict[str, Any]:
+        """Waits for the step; `step` counts from 1."""
+        loss, grad_norm, num_tokens = (float(x) for x in (metrics.loss, metrics.grad_norm, metrics.num_tokens))
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        self.tokens += int(num_tokens)
+        data = self.config.data
+        flops = step_flops(self.config.model, data.batch_size * data.seq_len, data.seq_len, self.config.parallel.remat)
+
+        def utilisation(flops: float) -> float:
+            return mfu(flops, seconds, self.num_devices, self.peak.per_device)
+
+        return {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": float(self.learning_rate(step - 1)),
+            "tokens": self.tokens,
+            "tokens_per_second": num_tokens / seconds,
+            "step_seconds": seconds,
+            "mfu": utilisation(flops.model),
+            "mfu_causal": utilisation(flops.model_causal),
+            "hfu": utilisation(flops.hardware),
+        }

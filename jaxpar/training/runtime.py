@@ -1,0 +1,50 @@
+"""What must be settled before JAX starts: devices, number formats, the cache of compiled programs."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.config import Config
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtypes of the master parameters (and gradient accumulators), of compute, and of FSDP's gradient sums."""
+
+    params: jnp.dtype
+    compute: jnp.dtype
+    reduce: jnp.dtype
+
+
+def precision(name: str) -> Precision:
+    master = jnp.dtype("float64") if name == "float64" else jnp.dtype("float32")
+    return Precision(params=master, compute=jnp.dtype(name), reduce=master)
+
+
+def prepare(config: Config) -> None:
+    """Configure JAX for a run; call it before any device is touched."""
+    if config.run.emulate:
+        emulate(config.run.emulate)
+    if config.run.precision == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if config.run.compilation_cache:
+        cache_programs(config.run.compilation_cache)
+
+
+def emulate(num_devices: int) -> None:
+    """Make this process's CPU look like so many devices."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def cache_programs(directory: str) -> None:
+    """Keep compiled programs in a directory; "auto" is jaxpar/xla in the user's cache."""
+    if directory == "auto":
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        directory = str(root / "jaxpar" / "xla")
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,61 @@
+"""From a config to a model on a mesh; what cannot work is said here, before anything is compiled."""
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.config import Config
+from jaxpar.parallel.axes import BATCH_AXES
+from jaxpar.parallel.layout import Layout
+from jaxpar.training.model import Model
+from jaxpar.training.runtime import precision
+from meshes import build_mesh
+
+_NOT_YET = {"pipe": "pipeline parallelism", "context": "context parallelism"}
+
+
+def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The config's mesh over these devices (all, by default)."""
+    return build_mesh(config.parallel.mesh, config.parallel.dcn_mesh, devices)
+
+
+def make_model(config: Config, mesh: Mesh | None) -> Model:
+    """The config's model on a mesh, or with None on one device without one. Raises ValueError for sizes that the
+    mesh cannot cut."""
+    dtypes = precision(config.run.precision)
+    layout = Layout(
+        mesh=mesh,
+        compute_dtype=dtypes.compute,
+        reduce_dtype=dtypes.reduce,
+        sequence_parallel=config.parallel.sequence_parallel,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        remat=config.parallel.remat,
+    )
+    check(config, layout)
+    return Model(config.model, layout, dtypes.params)
+
+
+def check(config: Config, layout: Layout) -> None:
+    """Raise ValueError, in one line, for the first size that the layout cannot cut into equal parts."""
+    for axis, what in _NOT_YET.items():
+        if layout.axis_size(axis) > 1:
+            raise ValueError(f"--mesh has {axis}={layout.axis_size(axis)}, but there is no {what} yet; set {axis}=1")
+    microbatches = config.parallel.grad_accumulation
+    if config.data.batch_size % microbatches:
+        raise ValueError(
+            f"--batch-size {config.data.batch_size} is not divisible by --grad-accumulation {microbatches}; "
+            f"the nearest that is: {-(-config.data.batch_size // microbatches) * microbatches}"
+        )
+    if microbatches > 1:
+        rows, ranks = config.data.batch_size // microbatches, layout.axis_size(*BATCH_AXES)
+        if rows % ranks:
+            raise ValueError(
+                f"--batch-size {config.data.batch_size} in {microbatches} microbatches leaves {rows} "
+                f"sequences, not divisible by {' x '.join(BATCH_AXES)} = {ranks}; the nearest batch size "
+                f"that is: {-(-rows // ranks) * ranks * microbatches}"
+            )
+    layout.check_divisible(config.data.batch_size, "batch", "--batch-size")
+    layout.check_divisible(config.data.seq_len, "residual_seq", "--seq-len")
+    layout.check_divisible(config.model.num_heads, "heads", "--model.num-heads")
+    layout.check_divisible(config.model.mlp_dim, "mlp", "--model.mlp-dim")

@@ -1,0 +1,244 @@
+"""Does a mesh give the numbers of one device, and send what its strategies say? On a small model of the same structure.
+
+The numbers come from emulated CPU devices in float64; the traffic from the same step compiled for H100s, without any.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar.audit.hlo import read_collectives, summarize
+from jaxpar.audit.topology import gpu_devices
+from jaxpar.config import Config
+from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
+from jaxpar.parallel.batch import Batch
+from jaxpar.planning.traffic import Traffic, TrafficSettings, step_traffic
+from jaxpar.training import optimizer, setup
+from jaxpar.training.model import Model
+from jaxpar.training.runtime import precision
+from jaxpar.training.step import abstract_state, loss_and_grads, make_step
+from meshes import build_mesh
+
+TOLERANCE = 1e-9
+"""Of the loss, and of each gradient relative to its scale, in float64."""
+TRAFFIC_TOLERANCE = 0.01
+"""Of each collective's bytes; and what none expects may be this share of them all."""
+SCALARS_BYTES = 1024
+"""What losses and norms may add to a collective that they are combined with: no formula counts them."""
+MAX_DEVICES = 32
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `jaxpar verify` prints."""
+
+    init_bitwise_equal: bool
+    loss_error: float
+    max_gradient_error: float
+    worst_parameter: str
+    collectives: dict[str, dict[str, dict[str, int]]]
+    collectives_expected: dict[str, dict[str, dict[str, int]]]
+    ok: bool
+
+
+def verify(config: Config, mesh: Mapping[str, int]) -> Verdict:
+    """Hold a layout against one device. The process must have `math.prod(mesh.values())` CPU devices and x64 on."""
+    numbers = compare(small(config, mesh, scale=1))
+    compiled = small(config, mesh, scale=32)
+    found, expected = compiled_traffic(compiled, mesh), expected_traffic(compiled, mesh)
+    correct = (
+        numbers["init_bitwise_equal"]
+        and numbers["loss_error"] <= TOLERANCE
+        and numbers["max_gradient_error"] <= TOLERANCE
+    )
+    return Verdict(
+        **numbers,
+        collectives=found,
+        ok=correct and agree(found, expected),
+        collectives_expected={
+            axes: {op: {"bytes": size} for op, size in ops.items()} for axes, ops in expected.items()
+        },
+    )
+
+
+def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
+    """The config with a model of the same structure and least sizes: what an axis divides or not, it still does."""
+    model, tensor = config.model, mesh["tensor"]
+
+    def same_cut(name: str, size: int, candidates: Any) -> int:
+        def cut(size: int) -> frozenset[str]:
+            return mesh_axes(partition_spec((name,), PARAMETER_RULES, mesh, (size,)))
+
+        return next(n for n in candidates if cut(n) == cut(size))
+
+    group = model.num_heads // model.num_kv_heads
+    fewest = min(model.num_kv_heads, 2)
+    num_kv_heads = same_cut(
+        "kv_heads", model.num_kv_heads, (n for n in itertools.count(fewest) if n * group % tensor == 0)
+    )
+    seq_len = 2 * scale * tensor * mesh["context"] * -(-12 // tensor)
+    rows = math.prod(mesh[axis] for axis in BATCH_AXES) * config.parallel.grad_accumulation
+    shrunk = model.replace(
+        vocab_size=512 if model.vocab_size % 256 == 0 else 500,
+        embed_dim=same_cut("embed", model.embed_dim, itertools.count(32 * scale, 2)),
+        num_layers=min(model.num_layers, 3),
+        num_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        head_dim=8 * scale,
+        mlp_dim=tensor * -(-48 * scale // tensor),
+        max_seq_len=seq_len,
+        rope_original_seq_len=seq_len,
+        sliding_window=None if model.sliding_window is None else seq_len // 3,
+    )
+    return dataclasses.replace(
+        config, model=shrunk, data=dataclasses.replace(config.data, batch_size=2 * rows, seq_len=seq_len)
+    )
+
+
+def compare(config: Config) -> dict[str, Any]:
+    """One float64 loss and its gradients, on the config's mesh and without a mesh."""
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, precision="float64"))
+    mesh = setup.make_mesh(config)
+    model, reference = setup.make_model(config, mesh), setup.make_model(config, None)
+    batch = random_batch(config)
+
+    want_params = reference.init(config.run.seed)
+    want_loss, want = jax.jit(lambda p, b: loss_and_grads(reference, p, b)[:2])(want_params, batch)
+    params = model.init(config.run.seed)
+    with jax.set_mesh(mesh):
+        sharding = model.layout.sharding(model.layout.stacked_batch_spec())
+        placed = jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
+        loss, grads = jax.jit(lambda p, b: loss_and_grads(model, p, b)[:2])(params, placed)
+    errors = gradient_errors(true_sizes(model, grads), true_sizes(reference, want))
+    worst = max(errors, key=lambda name: errors[name])
+    equal = jax.tree.map(
+        lambda a, b: bool(np.array_equal(a, b)), true_sizes(model, params), true_sizes(reference, want_params)
+    )
+    return {
+        "init_bitwise_equal": all(equal.values()),
+        "loss_error": abs(float(loss) / float(want_loss) - 1),
+        "max_gradient_error": errors[worst],
+        "worst_parameter": worst,
+    }
+
+
+def random_batch(config: Config) -> Batch:
+    """Random tokens with about half of them counted, rows of no counted token among them."""
+    rng = np.random.default_rng(config.run.seed)
+    shape = (
+        config.parallel.grad_accumulation,
+        config.data.batch_size // config.parallel.grad_accumulation,
+        config.data.seq_len,
+    )
+    tokens = rng.integers(0, config.model.vocab_size, (*shape[:2], shape[2] + 1), dtype=np.int32)
+    weights = rng.integers(0, 2, shape) * rng.integers(0, 4, (*shape[:2], 1)).clip(0, 1)
+    fields: dict[str, Any] = {
+        "tokens": tokens[..., :-1],
+        "targets": tokens[..., 1:],
+        "positions": np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape),
+        "segment_ids": np.zeros(shape, np.int32),
+        "loss_weights": weights.astype(np.float32),
+    }
+    return Batch(**fields)
+
+
+def true_sizes(model: Model, params: PyTree) -> dict[str, np.ndarray]:
+    """The parameters by path, on the host, without the vocabulary's padding."""
+    cut = jax.tree.map(
+        lambda leaf, names: np.asarray(leaf)[
+            tuple(slice(model.config.vocab_size if name == "vocab" else None) for name in names)
+        ],
+        params,
+        model.names,
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(cut)
+    }
+
+
+def gradient_errors(grads: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Per parameter: max |difference| / max(max |its gradient|, 1e-3 x the largest of any parameter). NaN is infinite.
+
+    Some gradients are zero by mathematics (a key bias under softmax): those are held against the others' scale.
+    """
+    largest = max(float(np.abs(g).max()) for g in want.values())
+    assert largest > 0, "the reference's gradients are all zero: nothing is compared"
+
+    def error(name: str) -> float:
+        difference = float(np.abs(grads[name] - want[name]).max())
+        return (
+            difference / max(float(np.abs(want[name]).max()), 1e-3 * largest) if difference == difference else math.inf
+        )
+
+    return {name: error(name) for name in want}
+
+
+def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[str, dict[str, int]]]:
+    """The collectives of the train step as compiled for H100s: {axes: {op: {"count", "bytes"}}} per device."""
+    size = math.prod(mesh.values())
+    devices = gpu_devices(f"h100:{size // 8}x8" if size % 8 == 0 else f"h100:1x{size}")
+    text = ",".join(f"{axis}={n}" for axis, n in mesh.items())
+    gpus = build_mesh(text, "", devices)
+    model = setup.make_model(config, gpus)
+    tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
+    step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
+    with jax.enable_x64(config.run.precision == "float64"):
+        # Before the mesh is current: nothing can be computed on devices that are not here.
+        arguments = abstract_state(model, tx), abstract_batch(config, model)
+        with jax.set_mesh(gpus):
+            hlo = step.lower(*arguments).compile().as_text()
+    assert hlo is not None
+    return summarize(read_collectives(hlo, gpus.shape))
+
+
+def abstract_batch(config: Config, model: Model) -> Batch:
+    microbatches = config.parallel.grad_accumulation
+    shape = (microbatches, config.data.batch_size // microbatches, config.data.seq_len)
+    sharding = model.layout.sharding(model.layout.stacked_batch_spec())
+
+    def like(dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return Batch(like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.float32))
+
+
+def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
+    """What the strategies' formulas say that `compiled_traffic` finds."""
+    dtypes = precision(config.run.precision)
+    return step_traffic(
+        config.model,
+        TrafficSettings(
+            mesh=mesh,
+            batch_size=config.data.batch_size,
+            seq_len=config.data.seq_len,
+            num_microbatches=config.parallel.grad_accumulation,
+            compute_bytes=dtypes.compute.itemsize,
+            reduce_bytes=dtypes.reduce.itemsize,
+            master_bytes=dtypes.params.itemsize,
+            sequence_parallel=config.parallel.sequence_parallel,
+            reshard_after_forward=config.parallel.reshard_after_forward,
+            remat=config.parallel.remat,
+        ),
+    )
+
+
+def agree(found: Mapping[str, Mapping[str, Mapping[str, int]]], expected: Traffic) -> bool:
+    """Whether every expected collective has its bytes, and what is unexpected is next to nothing."""
+    total = sum(size for ops in expected.values() for size in ops.values())
+    keys = {(axes, op) for side in (found, expected) for axes, ops in side.items() for op in ops}
+
+    def close(axes: str, op: str) -> bool:
+        want = expected.get(axes, {}).get(op, 0)
+        have = found.get(axes, {}).get(op, {}).get("bytes", 0)
+        return abs(have - want) <= (TRAFFIC_TOLERANCE * want + SCALARS_BYTES if want else TRAFFIC_TOLERANCE * total)
+
+    return all(close(axes, op) for axes, op in keys)

@@ -1,0 +1,183 @@
+"""The parts of a Transformer block. Each is written once, as if for one device; `Layout` says where it runs."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpar.kernels.attention import AttentionMask
+from jaxpar.numerics import widened
+from jaxpar.parallel.batch import Batch
+from jaxpar.parallel.layout import Layout
+from models.config import ModelConfig
+from models.parameters import constant, declare, normal
+
+RESIDUAL = ("batch", "residual_seq")
+
+
+class Norm(nnx.Module):
+    """RMSNorm (arXiv 1910.07467) or LayerNorm over the last dim, computed in at least float32."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dim: int,
+        summed_over: tuple[str, ...],
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        kind: str | None = None,
+    ):
+        self.kind = kind or config.norm
+        self.eps = config.norm_eps
+        self.scale = declare(rngs, (dim,), ("vector",), constant(1.0), dtype, summed_over)
+        if self.kind == "layernorm":
+            self.bias = declare(rngs, (dim,), ("vector",), constant(0.0), dtype, summed_over)
+
+    def __call__(self, x: Float[Array, "B S ... D"], layout: Layout) -> Float[Array, "B S ... D"]:
+        wide = x.astype(widened(x.dtype))
+        if self.kind == "layernorm":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        out = layout.scale(normed.astype(x.dtype), self.scale[...])
+        return layout.shift(out, self.bias[...]) if self.kind == "layernorm" else out
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864), pairs (i, i + K/2) as in Llama's published weights."""
+
+    sin: Float[Array, "B S K/2"]
+    cos: Float[Array, "B S K/2"]
+
+    @classmethod
+    def at(cls, config: ModelConfig, positions: Int[Array, "B S"], dtype: jnp.dtype) -> "Rope":
+        """Angles computed in at least float32, kept in it."""
+        wide = widened(dtype)
+        angles = positions[:, :, None].astype(wide) * rope_frequencies(config, wide)[None, None, :]
+        return cls(jnp.sin(angles), jnp.cos(angles))
+
+    def __call__(self, x: Float[Array, "B S H K"]) -> Float[Array, "B S H K"]:
+        sin, cos = self.sin[:, :, None, :], self.cos[:, :, None, :]
+        first, second = jnp.split(x.astype(sin.dtype), 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def rope_frequencies(config: ModelConfig, dtype: jnp.dtype) -> Float[Array, " K/2"]:
+    """theta^(-2i/K), and for Llama 3.1 slowed down by `rope_scaling_factor` where the wavelength exceeds the original
+    context / low_freq_factor, left alone below context / high_freq_factor, interpolated between."""
+    exponent = jnp.arange(0, config.head_dim, 2, dtype=dtype) / config.head_dim
+    frequencies = 1.0 / jnp.asarray(config.rope_theta, dtype) ** exponent
+    if config.rope_scaling_factor == 1.0:
+        return frequencies
+    turns = config.rope_original_seq_len * frequencies / (2 * jnp.pi)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / config.rope_scaling_factor)
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention (arXiv 2305.13245), with q/k norm and biases where the config has them."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.config = config
+        embed, head_dim = config.embed_dim, config.head_dim
+        std = config.init_std
+
+        def into(heads: int, name: str) -> nnx.Param:
+            return declare(rngs, (embed, heads, head_dim), ("embed", name, "head_dim"), normal(std), dtype)
+
+        self.query = into(config.num_heads, "heads")
+        self.key = into(config.num_kv_heads, "kv_heads")
+        self.value = into(config.num_kv_heads, "kv_heads")
+        self.out = declare(
+            rngs,
+            (config.num_heads, head_dim, embed),
+            ("heads", "head_dim", "embed"),
+            normal(std / (2 * config.num_layers) ** 0.5),
+            dtype,
+        )
+        if config.qkv_bias:
+            self.query_bias = declare(rngs, (config.num_heads, head_dim), ("heads", "head_dim"), constant(0.0), dtype)
+            self.key_bias, self.value_bias = (
+                declare(rngs, (config.num_kv_heads, head_dim), ("kv_heads", "head_dim"), constant(0.0), dtype)
+                for _ in range(2)
+            )
+        if config.qk_norm:
+            self.query_norm = Norm(config, head_dim, ("batch", "seq", "heads"), rngs, dtype, "rmsnorm")
+            self.key_norm = Norm(config, head_dim, ("batch", "seq", "kv_heads"), rngs, dtype, "rmsnorm")
+        if config.attention_output_bias:
+            self.out_bias = declare(rngs, (embed,), ("vector",), constant(0.0), dtype, RESIDUAL)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], rope: Rope | None, batch: Batch, layout: Layout
+    ) -> Float[Array, "B S D"]:
+        config = self.config
+        x = layout.enter_tensor(x)
+        q = layout.project("bsd,dhk->bshk", x, layout.gather(self.query[...]), "batch", "seq", "heads", "head_dim")
+        k, v = (
+            layout.project("bsd,dhk->bshk", x, layout.gather(w[...]), "batch", "seq", "kv_heads", "head_dim")
+            for w in (self.key, self.value)
+        )
+        if config.qkv_bias:
+            q = layout.shift(q, self.query_bias[...])
+            k, v = layout.shift(k, self.key_bias[...]), layout.shift(v, self.value_bias[...])
+        if config.qk_norm:
+            q, k = self.query_norm(q, layout), self.key_norm(k, layout)
+        if rope is not None:
+            q, k = rope(q), rope(k)
+        mask = AttentionMask(causal=True, window=config.sliding_window)
+        attended = layout.attention(q, k, v, batch, mask, config.head_dim**-0.5)
+        out = layout.exit_tensor("bshk,hkd->bsd", attended, layout.gather(self.out[...]))
+        return layout.shift(out, self.out_bias[...]) if config.attention_output_bias else out
+
+
+class Mlp(nnx.Module):
+    """SwiGLU (arXiv 2002.05202) or GPT-2's GELU feed-forward."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.config = config
+        embed, hidden, std = config.embed_dim, config.mlp_dim, config.init_std
+        if config.mlp == "swiglu":
+            self.gate = declare(rngs, (embed, hidden), ("embed", "mlp"), normal(std), dtype)
+        self.up = declare(rngs, (embed, hidden), ("embed", "mlp"), normal(std), dtype)
+        self.down = declare(
+            rngs, (hidden, embed), ("mlp", "embed"), normal(std / (2 * config.num_layers) ** 0.5), dtype
+        )
+        if config.mlp_bias:
+            if config.mlp == "swiglu":
+                self.gate_bias = declare(rngs, (hidden,), ("mlp",), constant(0.0), dtype)
+            self.up_bias = declare(rngs, (hidden,), ("mlp",), constant(0.0), dtype)
+            self.down_bias = declare(rngs, (embed,), ("vector",), constant(0.0), dtype, RESIDUAL)
+
+    def __call__(self, x: Float[Array, "B S D"], layout: Layout) -> Float[Array, "B S D"]:
+        x = layout.enter_tensor(x)
+
+        def into(name: str) -> Float[Array, "B S F"]:
+            kernel = layout.gather(getattr(self, name)[...])
+            hidden = layout.project("bsd,df->bsf", x, kernel, "batch", "seq", "mlp")
+            return layout.shift(hidden, getattr(self, name + "_bias")[...]) if self.config.mlp_bias else hidden
+
+        if self.config.mlp == "swiglu":
+            hidden = jax.nn.silu(into("gate")) * into("up")
+        else:
+            hidden = jax.nn.gelu(into("up"), approximate=True)
+        out = layout.exit_tensor("bsf,fd->bsd", hidden, layout.gather(self.down[...]))
+        return layout.shift(out, self.down_bias[...]) if self.config.mlp_bias else out
+
+
+class Block(nnx.Module):
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.attention_norm = Norm(config, config.embed_dim, RESIDUAL, rngs, dtype)
+        self.attention = Attention(config, rngs, dtype)
+        self.mlp_norm = Norm(config, config.embed_dim, RESIDUAL, rngs, dtype)
+        self.mlp = Mlp(config, rngs, dtype)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], rope: Rope | None, batch: Batch, layout: Layout
+    ) -> Float[Array, "B S D"]:
+        x = x + self.attention(self.attention_norm(x, layout), rope, batch, layout)
+        return x + self.mlp(self.mlp_norm(x, layout), layout)

@@ -1,0 +1,88 @@
+"""The decoder: embedding, a stack of blocks, head. Single-device Flax but for the `Layout` that it is called with."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpar.numerics import widened
+from jaxpar.parallel.batch import Batch
+from jaxpar.parallel.layout import Layout
+from models.config import ModelConfig
+from models.layers import RESIDUAL, Block, Norm, Rope
+from models.parameters import Initializer, declare, normal
+
+
+def _rows_then_zeros(init: Initializer, num_rows: int, dim: int) -> Initializer:
+    """Draws the true size, whatever the padding, so that every mesh starts from the same numbers."""
+
+    def padded(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        true = (*shape[:dim], num_rows, *shape[dim + 1 :])
+        pad = [(0, shape[d] - true[d]) for d in range(len(shape))]
+        return jnp.pad(init(key, true, dtype), pad)
+
+    return padded
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model; `padded_vocab` is the layout's, the config's vocab_size the true one."""
+
+    def __init__(self, config: ModelConfig, padded_vocab: int, key: jax.Array, dtype: jnp.dtype):
+        self.config = config
+        rngs = nnx.Rngs(params=key)
+        init = normal(config.init_std)
+        self.embedding = declare(
+            rngs,
+            (padded_vocab, config.embed_dim),
+            ("vocab", "embed"),
+            _rows_then_zeros(init, config.vocab_size, 0),
+            dtype,
+        )
+        if config.positions == "learned":
+            self.position_embedding = declare(
+                rngs, (config.max_seq_len, config.embed_dim), ("position", "embed"), init, dtype, RESIDUAL
+            )
+        self.final_norm = Norm(config, config.embed_dim, RESIDUAL, rngs, dtype)
+        if not config.tie_embeddings:
+            self.head = declare(
+                rngs,
+                (config.embed_dim, padded_vocab),
+                ("embed", "vocab"),
+                _rows_then_zeros(init, config.vocab_size, 1),
+                dtype,
+            )
+        # A layer's key is folded from its global index: it does not depend on how many layers there are, or where.
+        layer_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rngs.params(), jnp.arange(config.num_layers))
+        self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key), dtype))(layer_keys)
+
+    def hidden(self, batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
+        """The normalised output of the last block, in the residual stream's type."""
+        x = layout.lookup(self.embedding[...], batch.tokens)
+        rope = None
+        if self.config.positions == "learned":
+            x = x + layout.lookup(self.position_embedding[...], batch.positions)
+        else:
+            rope = Rope.at(self.config, batch.positions, x.dtype)
+        graph, blocks = nnx.split(self.blocks)
+        x = layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, batch, layout), blocks, x)
+        return self.final_norm(x, layout)
+
+    def loss(self, batch: Batch, layout: Layout) -> Float[Array, ""]:
+        """sum(loss_weights * cross-entropy): the caller has divided the weights by the step's count of tokens."""
+        return layout.cross_entropy(
+            self.hidden(batch, layout), self._head(layout), batch.targets, batch.loss_weights, self.config.vocab_size
+        )
+
+    def logits_at(self, batch: Batch, index: Int[Array, ""], layout: Layout) -> Float[Array, "B V"]:
+        """Scores of the token after position `index` of the sequence, in at least float32; padding scores -inf."""
+        x = layout.enter_tensor(self.hidden(batch, layout))
+        here = jnp.arange(x.shape[1], out_sharding=layout.spec("seq")) == index
+        x = jnp.einsum("bsd,s->bd", x, here.astype(x.dtype), out_sharding=layout.spec("batch", "embed"))
+        logits = layout.project("bd,dv->bv", x, self._head(layout), "batch", "vocab")
+        in_vocab = jnp.arange(logits.shape[1], out_sharding=layout.spec("vocab")) < self.config.vocab_size
+        return jnp.where(in_vocab[None], logits.astype(widened(logits.dtype)), -jnp.inf)
+
+    def _head(self, layout: Layout) -> Float[Array, "D V"]:
+        if self.config.tie_embeddings:
+            return layout.gather(self.embedding[...]).T
+        return layout.gather(self.head[...])

@@ -1,0 +1,113 @@
+"""Rung 3: the compiled program moves what the strategies' formulas say, by axis, operation and bytes.
+
+Compiled for H100s, without any: the CPU backend turns a reduce-scatter into an all-reduce and a slice.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
+from jaxpar.verify import agree, compiled_traffic, expected_traffic
+from meshes import MESH_AXES
+from models.config import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=8192, embed_dim=1024, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=64, mlp_dim=3072
+)
+
+
+def sizes(**axes: int) -> dict[str, int]:
+    return {axis: axes.get(axis, 1) for axis in MESH_AXES}
+
+
+def config(model: ModelConfig = MODEL, **parallel) -> Config:
+    return Config(
+        model=model,
+        data=DataConfig(batch_size=64, seq_len=512),
+        parallel=ParallelConfig(**parallel),
+        run=RunConfig(precision="bfloat16"),
+    )
+
+
+def check(config: Config, mesh: dict[str, int]) -> tuple[dict, dict]:
+    found, expected = compiled_traffic(config, mesh), expected_traffic(config, mesh)
+    assert agree(found, expected), (found, expected)
+    return found, expected
+
+
+KERNELS = 4 * (2 * 1024 * 16 * 64 + 2 * 1024 * 8 * 64 + 3 * 1024 * 3072)  # of all layers
+EMBEDDING = HEAD = 8192 * 1024
+VECTORS = (2 * 4 + 1) * 1024
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_data_parallelism_is_one_all_reduce_of_the_gradients_a_step(num_microbatches):
+    found, _ = check(config(grad_accumulation=num_microbatches), sizes(data=8))
+    assert set(found) == {"data"}
+    gradients = 4 * (KERNELS + EMBEDDING + HEAD + VECTORS)
+    assert found["data"]["all-reduce"]["bytes"] == pytest.approx(gradients, rel=1e-5)
+
+
+@pytest.mark.parametrize(("reshard", "gathers"), [(True, 2), (False, 1)])
+def test_fsdp_transfers_the_weights_three_times_or_twice(reshard, gathers):
+    found, _ = check(config(reshard_after_forward=reshard), sizes(fsdp=8))
+    assert set(found) == {"fsdp"}
+    assert found["fsdp"]["all-gather"]["bytes"] == pytest.approx(2 * (gathers * KERNELS + HEAD), rel=1e-2)
+    assert found["fsdp"]["reduce-scatter"]["bytes"] == 4 * (KERNELS + HEAD)
+    assert found["fsdp"]["all-to-all"]["bytes"] == 2 * 2 * (64 // 8 * 512 * 1024)  # the lookup, there and back
+
+
+def test_keeping_activations_does_not_keep_gathered_weights():
+    found, _ = check(config(remat="none"), sizes(fsdp=8))
+    assert found["fsdp"]["all-gather"]["bytes"] == pytest.approx(2 * (2 * KERNELS + HEAD), rel=1e-2)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_tensor_parallelism_reduces_an_activation_twice_a_layer_and_direction(remat):
+    activation = 2 * (64 * 512 * 1024)
+    again = 1 if remat == "full" else 0
+    found, _ = check(config(remat=remat, sequence_parallel=False), sizes(tensor=8))
+    # 2 forward, 2 backward and, recomputed, 1 in each of 4 layers; the embedding's and the loss's.
+    reductions = 4 * (2 + 2 + again) + 2
+    assert found["tensor"]["all-reduce"]["bytes"] == pytest.approx(reductions * activation, rel=1e-2)
+
+    found, _ = check(config(remat=remat), sizes(tensor=8))
+    assert found["tensor"]["reduce-scatter"]["bytes"] == reductions * activation
+    assert found["tensor"]["all-gather"]["bytes"] == (4 * (2 + 2 + 2 * again) + 2) * activation
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        (sizes(data=2, fsdp=4), {"grad_accumulation": 2}),
+        (sizes(data=4, fsdp=2), {"remat": "none"}),
+        (sizes(data=2, tensor=4), {"grad_accumulation": 2}),
+        (sizes(data=4, tensor=2), {"sequence_parallel": False}),
+        (sizes(fsdp=2, tensor=4), {"grad_accumulation": 2}),
+        (sizes(fsdp=4, tensor=2), {"reshard_after_forward": False}),
+        (sizes(data=2, fsdp=2, tensor=2), {"grad_accumulation": 2}),
+        (sizes(fsdp=2, expert=2, tensor=2), {}),
+    ],
+    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items() if v != 1),
+)
+def test_compositions(mesh, parallel):
+    found, expected = check(config(**parallel), mesh)
+    # Each strategy's traffic is there, and a check that passed without it would be none.
+    for axes, op in itertools.chain.from_iterable(((a, o) for o in ops) for a, ops in expected.items()):
+        lacking = {a: {o: v for o, v in ops.items() if (a, o) != (axes, op)} for a, ops in found.items()}
+        assert agree(lacking, expected) is (expected[axes][op] <= 1024)
+
+
+def test_kv_heads_that_tensor_does_not_divide_and_biases_and_tied_embeddings():
+    model = dataclasses.replace(MODEL, num_kv_heads=2, qkv_bias=True, qk_norm=True, tie_embeddings=True)
+    check(config(model), sizes(fsdp=2, tensor=4))
+
+
+def test_gpt2s_learned_positions_and_biases():
+    model = dataclasses.replace(
+        MODEL, num_kv_heads=16, norm="layernorm", mlp="gelu", positions="learned", qkv_bias=True, mlp_bias=True,
+        attention_output_bias=True,
+    )  # fmt: skip
+    check(config(model), sizes(data=2, fsdp=2, tensor=2))

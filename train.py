@@ -1,0 +1,105 @@
+"""Train a Transformer: `python train.py --help`."""
+
+import logging
+import sys
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxpar import config as configs
+from jaxpar.data import Loader, build_token_file, find_files
+from jaxpar.decoding.sample import sample
+from jaxpar.training import loop, optimizer, report, runtime, setup
+from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.training.metrics import Meter
+from jaxpar.training.run_directory import RunDirectory
+from jaxpar.training.step import init_state, make_step
+from meshes import peak_flops
+from models.count import num_parameters
+
+
+def main(args: list[str]) -> None:
+    console = Console()
+    config = configs.parse(args, prog="train.py", description=__doc__)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("jaxpar").setLevel(logging.INFO)
+    runtime.prepare(config)
+
+    # What can be wrong is found before anything long starts.
+    mesh = setup.make_mesh(config)
+    config = configs.with_mesh(config, mesh.shape)
+    model = setup.make_model(config, mesh)
+    tokens = build_token_file(find_files(config.data.source))
+    if tokens.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the data has token ids up to {tokens.vocab_size - 1}, the model's vocabulary ends at "
+            f"{config.model.vocab_size - 1}; set --model.vocab-size {tokens.vocab_size} or more"
+        )
+    loader = Loader(
+        tokens,
+        batch_size=config.data.batch_size,
+        seq_len=config.data.seq_len,
+        num_microbatches=config.parallel.grad_accumulation,
+        seed=config.run.seed,
+    )
+    run = RunDirectory.choose(config)
+
+    learning_rate = optimizer.schedule(config.optimizer, config.run.steps)
+    tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
+    checkpoints = Checkpoints(run.checkpoints, model, tx)
+
+    with jax.set_mesh(mesh):
+        first = checkpoints.latest() or 0
+        state = checkpoints.restore(first) if first else init_state(model, tx, config.run.seed)
+        run.start(config, first)
+        rows = run.read_metrics()
+        shape = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+        peak = peak_flops(list(mesh.devices.flat), config.run.precision)
+        console.print(
+            f"{config.model.name}: {num_parameters(config.model):,} parameters on {shape}\n"
+            f"{config.data.source}: {tokens.num_tokens:,} tokens\n"
+            f"MFU against {peak.label}",
+            highlight=False,
+        )
+        if first:
+            console.print(f"resumed {run.path} after step {first}", highlight=False)
+
+        batch_sharding = model.layout.sharding(model.layout.stacked_batch_spec())
+        batch_of = lambda step: loader.batch(step, batch_sharding)  # noqa: E731
+        step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
+        compiled = step.lower(state, batch_of(first)).compile()
+
+        meter = Meter(config, mesh.size, peak, learning_rate, rows[-1]["tokens"] if rows else 0)
+        with report.ProgressReport(console, first, config.stop_at) as progress:
+
+            def log(row: dict) -> None:
+                run.append_metrics(row)
+                progress.update(row)
+
+            state = loop.run(
+                compiled,
+                state,
+                batch_of,
+                meter,
+                first=first,
+                stop_at=config.stop_at,
+                save=checkpoints.save,
+                save_every=config.run.checkpoint_every,
+                report=log,
+            )
+
+        report.plot_loss(run.read_metrics(), run.path / "loss.png")
+        if config.run.sample_tokens:
+            prompt = np.asarray(tokens.tokens[:64], np.int32)
+            drawn = sample(model, state.params, prompt, config.run.sample_tokens, config.data.seq_len, config.run.seed)
+            text = bytes([*prompt.tolist(), *drawn.clip(0, 255).tolist()]).decode("utf-8", "replace")
+            console.print(text, highlight=False, markup=False)
+    console.print(f"{run.path}: config.toml, metrics.jsonl, loss.png, checkpoints/{config.stop_at}", highlight=False)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        configs.exit_with(error)
