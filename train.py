@@ -10,6 +10,7 @@ from rich.console import Console
 from jaxpar import config as configs
 from jaxpar.data import Loader, build_token_file, find_files
 from jaxpar.decoding.sample import sample
+from jaxpar.parallel.batch import Batch
 from jaxpar.training import loop, optimizer, report, runtime, setup
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.metrics import Meter
@@ -49,15 +50,18 @@ def main(args: list[str]) -> None:
     tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
     checkpoints = Checkpoints(run.checkpoints, model, tx)
 
+    first = checkpoints.latest() or 0
+    if first >= config.stop_at:
+        console.print(f"{run.path} is at step {first} already: nothing to do", highlight=False)
+        return
+
     with jax.set_mesh(mesh):
-        first = checkpoints.latest() or 0
         state = checkpoints.restore(first) if first else init_state(model, tx, config.run.seed)
         run.start(config, first)
         rows = run.read_metrics()
-        shape = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
         peak = peak_flops(list(mesh.devices.flat), config.run.precision)
         console.print(
-            f"{config.model.name}: {num_parameters(config.model):,} parameters on {shape}\n"
+            f"{config.model.name}: {num_parameters(config.model):,} parameters on {config.parallel.mesh}\n"
             f"{config.data.source}: {tokens.num_tokens:,} tokens\n"
             f"MFU against {peak.label}",
             highlight=False,
@@ -66,7 +70,10 @@ def main(args: list[str]) -> None:
             console.print(f"resumed {run.path} after step {first}", highlight=False)
 
         batch_sharding = model.layout.sharding(model.layout.stacked_batch_spec())
-        batch_of = lambda step: loader.batch(step, batch_sharding)  # noqa: E731
+
+        def batch_of(step: int) -> Batch:
+            return loader.batch(step, batch_sharding)
+
         step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
         compiled = step.lower(state, batch_of(first)).compile()
 

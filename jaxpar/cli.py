@@ -16,16 +16,15 @@ from models.count import num_parameters
 from models.presets import preset, preset_names
 
 
+_VERIFY = """Hold a mesh against one device: initial parameters, loss, every gradient; and the traffic of the step, as
+compiled for H100s, against the strategies' formulas. The model is shrunk, its structure kept. Exit status 1 where
+something is off."""
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="jaxpar", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    verify = commands.add_parser(
-        "verify",
-        add_help=False,
-        help="hold a mesh against one device: initial parameters, loss, gradients, traffic",
-        description="Takes train.py's flags: --mesh, --model, --grad-accumulation, ... The model is shrunk, its "
-        "structure kept. Exit status 1 where something is off.",
-    )
+    verify = commands.add_parser("verify", add_help=False, help=_VERIFY)
     verify.add_argument("--json", action="store_true")
     models = commands.add_parser("models", help="the models known by name, with their exact parameter counts")
     models.add_argument("--json", action="store_true")
@@ -58,7 +57,7 @@ def _verify(args: Sequence[str], as_json: bool) -> None:
     from jaxpar import verify
     from jaxpar.training import runtime
 
-    config = configs.parse(args, prog="jaxpar verify", description="Hold a mesh against one device.")
+    config = configs.parse(args, prog="jaxpar verify", description=_VERIFY)
     mesh = parse_mesh(config.parallel.mesh, config.run.emulate or num_devices_of(config.parallel.mesh) or 8)
     num_devices = math.prod(mesh.values())
     if num_devices > verify.MAX_DEVICES:

@@ -96,7 +96,9 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
-    def __post_init__(self) -> None:
+    def check(self) -> "Config":
+        """Itself. Raises ValueError, in one line, for what is out of range."""
+        self.model.check()
         _at_least(
             1,
             ("--batch-size", self.data.batch_size),
@@ -122,6 +124,7 @@ class Config:
                 f"--seq-len {self.data.seq_len} exceeds the {self.model.max_seq_len} learned positions of "
                 f"{self.model.name}; lower it or set --model.max-seq-len"
             )
+        return self
 
     @property
     def stop_at(self) -> int:
@@ -168,7 +171,7 @@ def parse(args: Sequence[str], *, prog: str, description: str, base: Config | No
         "\n\n--model takes a preset's name (`jaxpar models`) or a TOML file, --config a config.toml; "
         "--resume demands a checkpoint in --run-dir, --no-resume starts over."
     )
-    return tyro.cli(Config, prog=prog, description=description, default=base, args=args)
+    return tyro.cli(Config, prog=prog, description=description, default=base, args=args).check()
 
 
 def _take(args: list[str], flag: str) -> tuple[list[str], list[str]]:

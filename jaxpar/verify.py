@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from jaxpar.audit.hlo import read_collectives, summarize
 from jaxpar.audit.topology import gpu_devices
-from jaxpar.config import Config
+from jaxpar.config import Config, DataConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
 from jaxpar.planning.traffic import Traffic, TrafficSettings, step_traffic
@@ -51,6 +51,7 @@ class Verdict:
 
 def verify(config: Config, mesh: Mapping[str, int]) -> Verdict:
     """Hold a layout against one device. The process must have `math.prod(mesh.values())` CPU devices and x64 on."""
+    setup.make_model(dataclasses.replace(config, data=_small_data(config, mesh, scale=1)), setup.make_mesh(config))
     numbers = compare(small(config, mesh, scale=1))
     compiled = small(config, mesh, scale=32)
     found, expected = compiled_traffic(compiled, mesh), expected_traffic(compiled, mesh)
@@ -84,8 +85,7 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
     num_kv_heads = same_cut(
         "kv_heads", model.num_kv_heads, (n for n in itertools.count(fewest) if n * group % tensor == 0)
     )
-    seq_len = 2 * scale * tensor * mesh["context"] * -(-12 // tensor)
-    rows = math.prod(mesh[axis] for axis in BATCH_AXES) * config.parallel.grad_accumulation
+    data = _small_data(config, mesh, scale)
     shrunk = model.replace(
         vocab_size=512 if model.vocab_size % 256 == 0 else 500,
         embed_dim=same_cut("embed", model.embed_dim, itertools.count(32 * scale, 2)),
@@ -94,13 +94,18 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
         num_kv_heads=num_kv_heads,
         head_dim=8 * scale,
         mlp_dim=tensor * -(-48 * scale // tensor),
-        max_seq_len=seq_len,
-        rope_original_seq_len=seq_len,
-        sliding_window=None if model.sliding_window is None else seq_len // 3,
+        max_seq_len=data.seq_len,
+        rope_original_seq_len=data.seq_len,
+        sliding_window=None if model.sliding_window is None else data.seq_len // 3,
     )
-    return dataclasses.replace(
-        config, model=shrunk, data=dataclasses.replace(config.data, batch_size=2 * rows, seq_len=seq_len)
-    )
+    return dataclasses.replace(config, model=shrunk, data=data)
+
+
+def _small_data(config: Config, mesh: Mapping[str, int], scale: int) -> DataConfig:
+    tensor = mesh["tensor"]
+    rows = math.prod(mesh[axis] for axis in BATCH_AXES) * config.parallel.grad_accumulation
+    seq_len = 2 * scale * tensor * mesh["context"] * -(-12 // tensor)
+    return dataclasses.replace(config.data, batch_size=2 * rows, seq_len=seq_len)
 
 
 def compare(config: Config) -> dict[str, Any]:

@@ -45,7 +45,8 @@ class ModelConfig:
     """Each token attends to this many tokens, itself included; None for all before it."""
     init_std: float = 0.02
 
-    def __post_init__(self) -> None:
+    def check(self) -> "ModelConfig":
+        """Itself. Raises ValueError, in one line, for sizes that make no model."""
         for field in (
             "vocab_size",
             "embed_dim",
@@ -68,6 +69,8 @@ class ModelConfig:
             raise ValueError(f"model.head_dim {self.head_dim} is odd; RoPE rotates pairs, so make it even")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"model.sliding_window is {self.sliding_window}; it must be at least 1 (or leave it out)")
+
+        return self
 
     def replace(self, **changes) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

@@ -21,9 +21,13 @@ def normal(std: float) -> Initializer:
     """
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        bits = jax.random.bits(key, (_NUM_TERMS // 2, *shape), jnp.uint32)
-        pairs = (bits >> 16).astype(jnp.int32) + (bits & (_TERM - 1)).astype(jnp.int32)
-        centred = jnp.sum(pairs, axis=0, dtype=jnp.int32) - _NUM_TERMS * (_TERM - 1) // 2
+        def add_pair(i: jax.Array, total: jax.Array) -> jax.Array:
+            bits = jax.random.bits(jax.random.fold_in(key, i), shape, jnp.uint32)
+            return total + (bits >> 16).astype(jnp.int32) + (bits & (_TERM - 1)).astype(jnp.int32)
+
+        # One pair after the other: all at once would take several times the parameter's memory.
+        start = jnp.full(shape, -_NUM_TERMS * (_TERM - 1) // 2, jnp.int32)
+        centred = jax.lax.fori_loop(0, _NUM_TERMS // 2, add_pair, start)
         # In float32 whatever the dtype, so that float64 runs start from the same numbers.
         return (centred.astype(jnp.float32) * jnp.float32(std / _TERMS_STD)).astype(dtype)
 

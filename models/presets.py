@@ -154,7 +154,7 @@ def load_model(text: str) -> ModelConfig:
     base = table.pop("preset", None)
     if base is not None and not isinstance(base, str):
         raise ValueError(f"{path}: preset is {base!r}; it must be a model's name")
-    return toml.build(preset(base) if base else ModelConfig(), {"name": path.stem} | table, str(path))
+    return toml.build(preset(base) if base else ModelConfig(), {"name": path.stem} | table, str(path)).check()
 
 
 def _key(name: str) -> str:

@@ -28,7 +28,7 @@ class Transformer(nnx.Module):
     """A decoder-only language model; `padded_vocab` is the layout's, the config's vocab_size the true one."""
 
     def __init__(self, config: ModelConfig, padded_vocab: int, key: jax.Array, dtype: jnp.dtype):
-        self.config = config
+        self.config = config.check()
         rngs = nnx.Rngs(params=key)
         init = normal(config.init_std)
         self.embedding = declare(

@@ -4,7 +4,7 @@ Splits: every kernel's `embed` dim over (expert, context, fsdp), n ranks; the ba
 Collectives per step, in bytes of the whole weight W of a tensor rank (a ring moves (n - 1) / n of it):
     all-gather      W x compute dtype, per microbatch: in the forward pass and again in the backward pass
                     (`reshard_after_forward`), or once
-    reduce-scatter  W x reduction dtype, per microbatch
+    reduce-scatter  W x reduction dtype, per microbatch; over several axes one after the other, on what is left
 Limits: an embed dim that the axes do not divide is not cut over them; its gradient is then summed once a step.
 """
 
@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxpar.parallel.axes import TOKEN_AXES, without
+from jaxpar.parallel.axes import TOKEN_AXES, axes_of, without
 
 GATHERED = "gathered_weight"
 
@@ -47,8 +47,15 @@ def _forward(weight, compute_dtype, reduce_dtype, stored):
 
 def _backward(compute_dtype, reduce_dtype, stored, _, cotangent):
     spec = stored.sharding.spec
-    scattered = jax.reshard(cotangent.astype(reduce_dtype), P(*spec.partitions, unreduced=spec.reduced))
-    return (scattered.astype(stored.dtype),)
+    summed = cotangent.astype(reduce_dtype)
+    # One axis at a time: over several at once, in another order than the mesh's, the compiler makes an all-reduce.
+    owed, partitions = TOKEN_AXES, list(without(spec, TOKEN_AXES).partitions)
+    for dim, partition in enumerate(spec.partitions):
+        for axis in axes_of(partition):
+            if axis in TOKEN_AXES:
+                owed, partitions[dim] = owed - {axis}, (*axes_of(partitions[dim]), axis)
+                summed = jax.reshard(summed, P(*partitions, unreduced=owed))
+    return (summed.astype(stored.dtype),)
 
 
 _gather.defvjp(_forward, _backward)

@@ -94,19 +94,20 @@ class Layout:
     def padded_vocab(self, vocab_size: int) -> int:
         return padded_vocab(vocab_size, self.mesh.shape if self.mesh is not None else dict.fromkeys(MESH_AXES, 1))
 
-    def check_divisible(self, size: int, name: str, flag: str) -> None:
-        """Raise ValueError where an activation's logical axis `name` cannot be cut into equal parts."""
-        if self.mesh is None:
-            return
+    def check_divisible(self, size: int, name: str, what: str, num_microbatches: int = 1) -> None:
+        """Raise ValueError where an activation's logical axis `name`, of `size` in all microbatches together, cannot
+        be cut into equal parts; `what` is the setting to name."""
         spec = self.spec(name)
-        assert spec is not None
-        axes = [axis for axis in MESH_AXES if axis in mesh_axes(spec) and self.mesh.shape[axis] > 1]
-        parts = self.axis_size(*axes)
+        cut = mesh_axes(spec) if spec is not None else frozenset()
+        axes = [axis for axis in MESH_AXES if axis in cut and self.axis_size(axis) > 1]
+        parts = self.axis_size(*axes) * num_microbatches
         if size % parts:
-            over = " x ".join(f"{axis}={self.mesh.shape[axis]}" for axis in axes)
-            below, above = size // parts * parts, -(-size // parts) * parts
-            nearest = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(f"{flag} {size} is not divisible by {over}; the nearest that is: {nearest}")
+            factors = [f"{axis}={self.axis_size(axis)}" for axis in axes]
+            factors += [f"{num_microbatches} microbatches"] if num_microbatches > 1 else []
+            nearest = [str(n) for n in (size // parts * parts, -(-size // parts) * parts) if n]
+            raise ValueError(
+                f"{what} {size} is not divisible by {' x '.join(factors)}; the nearest that is: {' or '.join(nearest)}"
+            )
 
     # What a model calls --------------------------------------------------------------------------------------------
 

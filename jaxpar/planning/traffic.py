@@ -78,8 +78,10 @@ def _weights(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
         fsdp = mesh_axes(spec) & TOKEN_AXES
         whole = parameter.layers * math.prod(parameter.dims) // _size(settings, mesh_axes(spec) - TOKEN_AXES)
         yield fsdp, "all-gather", settings.num_microbatches * parameter.gathers * whole * settings.compute_bytes
-        if parameter.gathers:
-            yield fsdp, "reduce-scatter", settings.num_microbatches * whole * settings.reduce_bytes
+        scattered = settings.num_microbatches * whole * settings.reduce_bytes if parameter.gathers else 0
+        for axis in (axis for partition in spec.partitions for axis in axes_of(partition) if axis in fsdp):
+            yield (axis,), "reduce-scatter", scattered
+            scattered //= settings.mesh[axis]
         owed = _activation_axes(parameter.summed_over, settings) - mesh_axes(spec)
         yield owed, "all-reduce", whole // _size(settings, fsdp) * settings.master_bytes
 
@@ -162,7 +164,8 @@ def _lookup(
     part = settings.mesh["tensor"] if settings.sequence_parallel else 1
     ids = 4 * tokens * _size(settings, columns)
     yield columns, "all-gather", ids if rows else ids // part  # once: the backward pass uses the same
-    yield columns, "all-to-all", 2 * stream // part
+    # Positions are added to the embeddings: one exchange of the gradient serves both.
+    yield columns, "all-to-all", (2 if rows else 1) * stream // part
     if settings.sequence_parallel:
         yield rows, "reduce-scatter", stream
         yield rows, "all-gather", stream

@@ -38,7 +38,7 @@ class Checkpoints:
     def save(self, state: TrainState) -> None:
         arrays = jax.tree.map(_cut, _flat(state), self._true_shapes())
         with ocp.training.Checkpointer(self.directory.absolute()) as checkpointer:
-            checkpointer.save_pytree(int(state.step), arrays)
+            checkpointer.save(int(state.step), arrays)
 
     def restore(self, step: int) -> TrainState:
         """The state on this model's own mesh, whatever mesh wrote it. Raises ValueError where it does not fit."""
@@ -46,12 +46,12 @@ class Checkpoints:
         stored = jax.tree.map(_stored, _flat(abstract), self._true_shapes())
         try:
             with ocp.training.Checkpointer(self.directory.absolute()) as checkpointer:
-                arrays = checkpointer.load_pytree(step, stored)
+                arrays = checkpointer.load(step, stored)
         except (KeyError, OSError, ValueError) as error:
             first_line = str(error).strip().splitlines()[0]
             raise ValueError(f"checkpoint {self.directory / str(step)} cannot be restored: {first_line}") from error
-        padded = jax.tree.map(_pad, arrays, _flat(abstract))
-        return jax.tree.unflatten(jax.tree.structure(abstract), list(padded.values()))
+        leaves = [_pad(arrays[path], leaf) for path, leaf in _flat(abstract).items()]
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def _true_shapes(self) -> dict[str, tuple[int, ...]]:
         """Each leaf's shape without padding, by path."""

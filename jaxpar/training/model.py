@@ -3,14 +3,16 @@
 Everything after this file (gradients, optimizers, checkpoints) sees nested dicts of arrays.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.parallel.batch import Batch
@@ -73,15 +75,14 @@ class Model:
         return self.layout.sharding(self.layout.parameter_spec(param.axes, param.shape))
 
     def init(self, seed: int) -> PyTree:
-        """Parameters made where they will lie, bitwise the same on every mesh.
+        """Parameters made where they will lie, bitwise the same on every mesh."""
+        # Traced under no mesh: there the compiler cuts the random draws as their results are cut, so that no device
+        # ever holds a whole parameter; under one, a draw is typed as whole everywhere.
+        with jax.set_mesh(Mesh(np.empty((), object), ())):
+            return self.init_function()(jax.random.key(seed))
 
-        Traced under no mesh: there the compiler cuts the random draws as the results are cut, so that no device ever
-        holds a whole parameter.
-        """
-        return self.init_function(seed)(jax.random.key(seed))
-
-    def init_function(self, seed: int):
-        shardings = jax.tree.map(lambda a: a.sharding, self.abstract)
+    def init_function(self) -> Callable[[jax.Array], PyTree]:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(self._build(key))), out_shardings=shardings)
 
     def loss(self, params: PyTree, batch: Batch) -> Float[Array, ""]:

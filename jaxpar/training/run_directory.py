@@ -63,7 +63,10 @@ class RunDirectory:
 
     def start(self, config: Config, first_step: int) -> None:
         """Write the config; drop metrics of steps that will be done again, all of them in a run that starts."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--run-dir {self.path} cannot be made: {error.strerror}") from None
         # What to run, not where: the file can be given to --config for another run.
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, directory="", resume="auto"))
         (self.path / "config.toml").write_text(toml.dumps(resolved))

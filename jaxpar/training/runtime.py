@@ -28,6 +28,9 @@ def prepare(config: Config) -> None:
     """Configure JAX for a run; call it before any device is touched."""
     if config.run.emulate:
         emulate(config.run.emulate)
+    elif not jax.config.jax_platforms and not _has_accelerator():
+        # Else every plugin that is installed only to compile for absent devices complains at length.
+        jax.config.update("jax_platforms", "cpu")
     if config.run.precision == "float64":
         jax.config.update("jax_enable_x64", True)
     if config.run.compilation_cache:
@@ -38,6 +41,12 @@ def emulate(num_devices: int) -> None:
     """Make this process's CPU look like so many devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def _has_accelerator() -> bool:
+    """Whether the system has a device file of an NVIDIA or AMD GPU, or of a TPU."""
+    patterns = ("nvidia[0-9]*", "dxg", "kfd", "accel*", "vfio/[0-9]*")
+    return any(True for pattern in patterns for _ in Path("/dev").glob(pattern))
 
 
 def cache_programs(directory: str) -> None:

@@ -6,7 +6,6 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.config import Config
-from jaxpar.parallel.axes import BATCH_AXES
 from jaxpar.parallel.layout import Layout
 from jaxpar.training.model import Model
 from jaxpar.training.runtime import precision
@@ -41,21 +40,7 @@ def check(config: Config, layout: Layout) -> None:
     for axis, what in _NOT_YET.items():
         if layout.axis_size(axis) > 1:
             raise ValueError(f"--mesh has {axis}={layout.axis_size(axis)}, but there is no {what} yet; set {axis}=1")
-    microbatches = config.parallel.grad_accumulation
-    if config.data.batch_size % microbatches:
-        raise ValueError(
-            f"--batch-size {config.data.batch_size} is not divisible by --grad-accumulation {microbatches}; "
-            f"the nearest that is: {-(-config.data.batch_size // microbatches) * microbatches}"
-        )
-    if microbatches > 1:
-        rows, ranks = config.data.batch_size // microbatches, layout.axis_size(*BATCH_AXES)
-        if rows % ranks:
-            raise ValueError(
-                f"--batch-size {config.data.batch_size} in {microbatches} microbatches leaves {rows} "
-                f"sequences, not divisible by {' x '.join(BATCH_AXES)} = {ranks}; the nearest batch size "
-                f"that is: {-(-rows // ranks) * ranks * microbatches}"
-            )
-    layout.check_divisible(config.data.batch_size, "batch", "--batch-size")
+    layout.check_divisible(config.data.batch_size, "batch", "--batch-size", config.parallel.grad_accumulation)
     layout.check_divisible(config.data.seq_len, "residual_seq", "--seq-len")
     layout.check_divisible(config.model.num_heads, "heads", "--model.num-heads")
     layout.check_divisible(config.model.mlp_dim, "mlp", "--model.mlp-dim")
