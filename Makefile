@@ -19,11 +19,12 @@ lint: $(VENV)/dev
 	$(BIN)/lint-imports
 
 # The long sweeps too, on every supported Python that is installed.
+PYTHONS ?= python3.11 python3.12 python3.13
 test-all:
-	for python in python3.11 python3.12 python3.13; do \
+	for python in $(PYTHONS); do \
 	  if $$python --version >/dev/null 2>&1; then \
-	    $(MAKE) VENV=.venv-$$python PYTHON=$$python .venv-$$python/dev && \
-	    .venv-$$python/bin/python -m pytest || exit 1; \
+	    venv=.venv-$$(basename $$python); \
+	    $(MAKE) VENV=$$venv PYTHON=$$python $$venv/dev && $$venv/bin/python -m pytest || exit 1; \
 	  fi; \
 	done
 

@@ -15,7 +15,6 @@ from meshes import num_devices_of, parse_mesh
 from models.count import num_parameters
 from models.presets import preset, preset_names
 
-
 _VERIFY = """Hold a mesh against one device: initial parameters, loss, every gradient; and the traffic of the step, as
 compiled for H100s, against the strategies' formulas. The model is shrunk, its structure kept. Exit status 1 where
 something is off."""

@@ -7,6 +7,7 @@ arrays stand in one flat dict by their path in the state. So any mesh reads what
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ class Checkpoints:
         return {path: leaf.shape for path, leaf in shapes.items()}
 
 
-def _flat(state: TrainState) -> dict[str, Array]:
+def _flat(state: TrainState) -> dict[str, Any]:
     """The state's leaves by path, in the tree's own order."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf

@@ -28,7 +28,7 @@ def prepare(config: Config) -> None:
     """Configure JAX for a run; call it before any device is touched."""
     if config.run.emulate:
         emulate(config.run.emulate)
-    elif not jax.config.jax_platforms and not _has_accelerator():
+    elif "JAX_PLATFORMS" not in os.environ and not _has_accelerator():
         # Else every plugin that is installed only to compile for absent devices complains at length.
         jax.config.update("jax_platforms", "cpu")
     if config.run.precision == "float64":
