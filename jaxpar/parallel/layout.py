@@ -128,7 +128,9 @@ class Layout:
     ) -> Float[Array, "..."]:
         """x times a gathered weight, column-parallel: dims named `names` come out, cut as the weight is."""
         out = self.spec(*names)
-        return jnp.einsum(equation, x, weight) if out is None else tensor.project(equation, x, weight, out)
+        return (
+            tensor.project(equation, x, weight, out) if out is not None else tensor.product(equation, None, x, weight)
+        )
 
     def exit_tensor(
         self, equation: str, x: Float[Array, "B S ..."], weight: Float[Array, "..."]
@@ -137,7 +139,7 @@ class Layout:
         addends = self.spec("batch", "seq", "embed", unreduced=tensor.AXES)
         out = self.spec("batch", "residual_seq", "embed")
         if addends is None or out is None:
-            return jnp.einsum(equation, x, weight)
+            return tensor.product(equation, None, x, weight)
         return tensor.project_back(equation, x, weight, addends, out)
 
     def scale(self, x: Float[Array, "B S ..."], vector: Float[Array, "..."]) -> Float[Array, "B S ..."]:

@@ -12,11 +12,14 @@ column-parallel inputs'; gathered inputs are residuals unless remat recomputes t
 Limits: heads and mlp must be multiples of t. Kv heads need not: their kernels are then whole on every rank.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxpar.numerics import widened
 from jaxpar.parallel.axes import mesh_axes
 
 AXES = frozenset({"tensor"})
@@ -28,11 +31,49 @@ def project(equation: str, x: Float[Array, "B S _"], weight: Float[Array, "..."]
         # Every rank computes the whole product, so its share of x's gradient is whole, not an addend.
         out = P(*(None if part == "tensor" else part for part in out.partitions))
         x = jax.reshard(x, P(*jax.typeof(x).sharding.spec.partitions))
-    return jnp.einsum(equation, x, weight, out_sharding=out)
+    return product(equation, out, x, weight)
 
 
 def project_back(
     equation: str, x: Float[Array, "B S ..."], weight: Float[Array, "..."], addends: P, out: P
 ) -> Float[Array, "B S D"]:
     """Row-parallel: each rank's addend, then the sum over `tensor`, scattered along the sequence where `out` says."""
-    return jax.reshard(jnp.einsum(equation, x, weight, out_sharding=addends), out)
+    return jax.reshard(product(equation, addends, x, weight), out)
+
+
+def product(equation: str, out: P | None, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    """einsum(equation, x, weight), summed in at least float32 and rounded to x's dtype once."""
+    return _product(equation, out, x, weight)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(equation, out, x, weight):
+    return _einsum(equation, out, x, weight)
+
+
+def _einsum(equation, out, x, y):
+    return jnp.einsum(equation, x, y, out_sharding=out, preferred_element_type=widened(x.dtype)).astype(x.dtype)
+
+
+def _product_forward(equation, out, x, weight):
+    return _einsum(equation, out, x, weight), (x, weight)
+
+
+def _product_backward(equation, out, residuals, cotangent):
+    # Written out, since autodiff's weight gradient is a transpose of (cotangent x input), for which the CPU backend
+    # has no fast kernel.
+    x, weight = residuals
+    operands, y_dims = equation.split("->")
+    x_dims, w_dims = operands.split(",")
+    return (
+        _einsum(f"{y_dims},{w_dims}->{x_dims}", out and _cotangent_spec(x), cotangent, weight),
+        _einsum(f"{x_dims},{y_dims}->{w_dims}", out and _cotangent_spec(weight), x, cotangent),
+    )
+
+
+def _cotangent_spec(x):
+    spec = jax.typeof(x).sharding.spec
+    return P(*spec.partitions, unreduced=spec.reduced)
+
+
+_product.defvjp(_product_forward, _product_backward)

@@ -140,7 +140,8 @@ def _cross_entropy_forward(layout, vocab_size, x, head, targets, weights):
         x, targets, weights = inputs
         nll, dlogits = _chunk_loss(layout, vocab_size, x, head, targets)
         dlogits = (dlogits * weights[..., None].astype(wide)).astype(x.dtype)
-        dx = jnp.einsum("bncv,dv->bncd", dlogits, head, out_sharding=dx_spec)
+        dx = jnp.einsum("bncv,dv->bncd", dlogits, head, out_sharding=dx_spec, preferred_element_type=wide)
+        dx = dx.astype(x.dtype)
         dhead += jnp.einsum("bncd,bncv->dv", x, dlogits, out_sharding=head_spec, preferred_element_type=wide)
         return dhead, (dx, nll * weights)
 
@@ -166,9 +167,7 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 def _chunk_loss(layout, vocab_size, x, head, targets):
     """Negative log likelihoods [B, N, C] and their gradient by the logits [B, N, C, V], in at least float32."""
     cut = layout.spec("batch", "seq", None, "vocab")
-    # Multiplied in compute dtype and widened after: a float32 product would make the head's gradient float32 traffic.
-    logits = jnp.einsum("bncd,dv->bncv", x, head, out_sharding=cut)
-    logits = logits.astype(widened(logits.dtype))
+    logits = jnp.einsum("bncd,dv->bncv", x, head, out_sharding=cut, preferred_element_type=widened(x.dtype))
     token = jnp.arange(head.shape[1], dtype=targets.dtype, out_sharding=layout.spec("vocab"))[None, None, None]
     if head.shape[1] > vocab_size:
         logits = jnp.where(token < vocab_size, logits, -jnp.inf)
