@@ -4,7 +4,7 @@
     python -m benchmarks.step_time --startup
 
 Takes train.py's flags; --steps of each are timed, in turns. By default it is MaxText's architecture at embed 256, 4
-layers, 2 sequences of 256 tokens a device. Where others use the machine, process CPU seconds are steadier than wall time.
+layers, 2 sequences of 256 tokens a device. On a machine that is shared, CPU seconds are steadier than wall time.
 """
 
 import argparse

@@ -29,7 +29,7 @@ class DataConfig:
     """A text file, a glob, a directory, or `stdlib`: the Python standard library's own sources."""
     batch_size: Annotated[int, _alias("batch-size")] = 16
     """Sequences per step, over all devices and microbatches."""
-    seq_len: Annotated[int, _alias("seq-len")] = 256
+    seq_len: Annotated[int, _alias("seq-len")] = 128
     """Tokens per sequence."""
 
 

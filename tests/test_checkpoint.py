@@ -102,7 +102,7 @@ def test_a_run_directory_resumes_by_itself_or_starts_over(tmp_path):
     ("change", "message"),
     [
         ({"optimizer": OptimizerConfig(beta2=0.99)}, r"optimizer\.beta2 = 0\.95, not 0\.99"),
-        ({"data": DataConfig(seq_len=128)}, r"data\.seq_len = 256, not 128"),
+        ({"data": DataConfig(seq_len=64)}, r"data\.seq_len = 128, not 64"),
         ({"model": ModelConfig(num_layers=2)}, r"model\.num_layers = 4, not 2"),
     ],
 )
