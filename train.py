@@ -77,7 +77,8 @@ def main(args: list[str]) -> None:
         step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
         compiled = step.lower(state, batch_of(first)).compile()
 
-        meter = Meter(config, mesh.size, peak, learning_rate, rows[-1]["tokens"] if rows else 0)
+        tokens_per_step = config.data.batch_size * config.data.seq_len
+        meter = Meter(config, mesh.size, peak, learning_rate, rows[-1]["tokens"] if rows else first * tokens_per_step)
         with report.ProgressReport(console, first, config.stop_at) as progress:
 
             def log(row: dict) -> None:
@@ -110,3 +111,7 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except ValueError as error:
         configs.exit_with(error)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        configs.exit_with(ValueError(f"the devices' memory does not hold this: {str(error).splitlines()[0]}"))

@@ -20,8 +20,9 @@ ROWS = ("data", "fsdp", "expert")
 
 @dataclass(frozen=True)
 class Plain:
-    """A Llama-like decoder: RMSNorm, RoPE, SwiGLU, no biases, an untied head, every layer recomputed in the backward
-    pass. Parameters are nested dicts with jaxpar's names, shapes and shardings, and so is the residual stream cut."""
+    """A Llama-like decoder: RMSNorm, RoPE, SwiGLU, no biases, an untied head, every layer recomputed in the
+    backward pass. Parameters are nested dicts with jaxpar's names, shapes and shardings; `stream` is how the
+    residual stream [B, S, D] is cut between blocks. Raises ValueError for other models."""
 
     config: ModelConfig
     mesh: Mesh
@@ -34,7 +35,7 @@ class Plain:
         kinds = c.norm, c.mlp, c.positions, c.rope_scaling_factor, c.sliding_window, c.vocab_size % 256
         extras = c.qkv_bias, c.attention_output_bias, c.mlp_bias, c.qk_norm, c.tie_embeddings
         if kinds != ("rmsnorm", "swiglu", "rope", 1.0, None, 0) or any(extras):
-            raise ValueError(f"--model {c.name} has parts that the plain model lacks; take a Llama-like one, as tiny")
+            raise ValueError(f"--model {c.name} has parts that the plain model lacks; take one like Llama, as tiny")
 
     def step(self, params: PyTree, opt_state: PyTree, tokens: Int[Array, "B S"], targets: Int[Array, "B S"]):
         """(params, opt_state, loss) after a step."""
@@ -65,15 +66,16 @@ class Plain:
 
         def block(x, layer):
             layer = jax.tree.map(lambda w: w.astype(self.dtype), layer)
-            x = x + attention(self.norm(x, layer["attention_norm"]), layer["attention"])
-            x = x + mlp(self.norm(x, layer["mlp_norm"]), layer["mlp"])
-            return self.place(x, self.stream), None
+            for part, norm in ((attention, "attention_norm"), (mlp, "mlp_norm")):
+                normed = self.place(self.norm(x, layer[norm]), P(ROWS))
+                x = self.place(x + part(normed, layer[part.__name__]), self.stream)
+            return x, None
 
         x = self.place(params["embedding"].astype(self.dtype)[tokens], self.stream)
         x, _ = lax.scan(jax.checkpoint(block, prevent_cse=False), x, params["blocks"])
-        logits = self.norm(x, params["final_norm"]) @ params["head"].astype(self.dtype)
-        logits = self.place(logits, P(ROWS, None, "tensor")).astype(sin.dtype)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        x = self.place(self.norm(x, params["final_norm"]), P(ROWS))
+        logits = self.place(x @ params["head"].astype(self.dtype), P(ROWS, None, "tensor"))
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(sin.dtype), targets).mean()
 
     def norm(self, x: Float[Array, "B S D"], params: PyTree) -> Float[Array, "B S D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,20 +1,31 @@
-"""What jaxpar costs: its compiled training step against the same model written by hand, in one process.
+"""What jaxpar costs: its training step, compiled as train.py does, against the same model written by hand.
 
     python -m benchmarks.step_time --devices 8 --mesh fsdp=4,tensor=2
     python -m benchmarks.step_time --startup
 
-Takes train.py's flags; --steps of each are timed, in turns. By default it is MaxText's architecture at embed 256, 4
-layers, 2 sequences of 256 tokens a device. On a machine that is shared, CPU seconds are steadier than wall time.
+Takes train.py's flags; --steps of each are timed, in turns. The default model is MaxText's default architecture at
+embed 256, with 2 sequences of 256 tokens a device. Where others use the machine too, seconds of CPU are steadier
+than those of the wall.
+
+    --devices N    so many emulated CPU devices (1); 0: the devices that there are
+    --startup      time the start of train.py --model tiny instead
+    --json         print that, not a table
 """
 
 import argparse
 import dataclasses
 import json
+import math
+import resource
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -34,100 +45,136 @@ MODEL = ModelConfig(
 LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 5e-3}
 
 Step = Callable[[], jax.Array]
-"""Does a step on a state of its own; its loss."""
+"""Does a step on a state of its own, to its end; its loss."""
+Rows = dict[str, dict[str, float]]
 
 
 def main(args: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="step_time", add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--startup", action="store_true")
     parser.add_argument("--json", action="store_true")
     given, rest = parser.parse_known_args(args)
     base = configs.Config(
         model=MODEL,
-        data=configs.DataConfig(batch_size=2 * given.devices),
+        data=configs.DataConfig(batch_size=2 * (given.devices or jax.device_count())),
+        optimizer=configs.OptimizerConfig(warmup_steps=0),  # a first step at learning rate 0 would prove nothing
         run=configs.RunConfig(steps=20, emulate=given.devices, compilation_cache=""),
     )
-    config = configs.parse(rest, prog="step_time", description=f"{__doc__}\n--devices N --startup --json", base=base)
-    result = startup() if given.startup else step_time(config)
-    print(json.dumps(result)) if given.json else show(result)
+    config = configs.parse(rest, prog="step_time", description=str(__doc__), base=base)
+    rows = startup() if given.startup else step_time(config)
+    if given.json:
+        print(json.dumps(rows))
+    else:
+        show(rows)
 
 
-def step_time(config: configs.Config) -> dict[str, dict[str, float]]:
-    """Medians of seconds a step, wall and CPU, and the median over pairs of steps of jaxpar's to the plain one's."""
+def step_time(config: configs.Config) -> Rows:
+    """Median seconds of a step, and over pairs of steps the median ratio of jaxpar's to the plain one's."""
     runtime.prepare(config)
     steps = dict(zip(("jaxpar", "plain"), build(config)))
-    for _ in range(2):  # the first step's parameters have moved by the second
-        losses = [float(step()) for step in steps.values()]
-        assert np.isclose(*losses, rtol=LOSS_TOLERANCE[config.run.precision]), losses
-    seconds = [[timed(step) for step in steps.values()] for _ in range(config.run.steps)]
-    result = {}
-    for clock, pairs in zip(("wall", "cpu"), np.moveaxis(np.array(seconds), -1, 0)):
+    for number in range(2):  # the second is of parameters that the first has moved
+        ours, plain = (float(step()) for step in steps.values())
+        assert math.isclose(ours, plain, rel_tol=LOSS_TOLERANCE[config.run.precision]), (number, ours, plain)
+    seconds = np.array([[timed(step) for step in steps.values()] for _ in range(config.run.steps)])
+    rows = {}
+    for clock, pairs in zip(("wall", "cpu"), np.moveaxis(seconds, -1, 0)):
         medians = dict(zip(steps, np.median(pairs, axis=0).tolist()))
-        result[clock] = medians | {"ratio": float(np.median(pairs[:, 0] / pairs[:, 1]))}
-    return result
+        rows[clock] = medians | {"ratio": float(np.median(pairs[:, 0] / pairs[:, 1]))}
+    return rows
 
 
 def build(config: configs.Config) -> tuple[Step, Step]:
-    """jaxpar's step as train.py makes it, and the plain one, from the same parameters on the same devices."""
+    """jaxpar's step and the plain one, from the same parameters, on the same devices, with the same batch."""
+    if config.parallel.grad_accumulation > 1 or config.parallel.remat != "full":
+        raise ValueError("the plain step has one microbatch and full remat; leave --grad-accumulation and --remat out")
     mesh = setup.make_mesh(config)
     model = setup.make_model(config, mesh)
     tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
-    host = random_batch(config)
-    host = dataclasses.replace(host, loss_weights=np.ones_like(host.loss_weights))
-    batch = jax.device_put(host, model.layout.sharding(model.layout.stacked_batch_spec()))
     with jax.set_mesh(mesh):
+        batch = jax.device_put(random_batch(config), model.layout.sharding(model.layout.stacked_batch_spec()))
+        batch = dataclasses.replace(batch, loss_weights=jnp.ones_like(batch.loss_weights))
         state = init_state(model, tx, config.run.seed)
-        jitted = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
-        compiled = jitted.lower(state, batch).compile()
+        step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
+        compiled = step.lower(state, batch).compile()
 
-    auto = Mesh(mesh.devices, mesh.axis_names)
-    placed = lambda x: jax.device_put(np.array(x), NamedSharding(auto, x.sharding.spec))  # noqa: E731
+    auto, stream = Mesh(mesh.devices, mesh.axis_names), model.layout.spec("batch", "residual_seq")
+    assert stream is not None
+
+    def copied(x: jax.Array) -> jax.Array:
+        return jax.device_put(np.array(x), NamedSharding(auto, jax.typeof(x).sharding.spec))
+
     plain = Plain(
-        config.model,
-        auto,
-        model.layout.spec("batch", "residual_seq"),
-        runtime.precision(config.run.precision).compute,
-        optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), tx),
+        config=config.model,
+        mesh=auto,
+        stream=stream,
+        dtype=runtime.precision(config.run.precision).compute,
+        optimizer=optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), tx),
     )
-    plain_state = jax.tree.map(placed, (state.params, (optax.EmptyState(), state.opt_state)))
+    plain_state = jax.tree.map(copied, (state.params, (optax.EmptyState(), state.opt_state)))
     shardings = jax.tree.map(lambda x: x.sharding, plain_state)
     plain_step = jax.jit(plain.step, donate_argnums=(0, 1), out_shardings=(*shardings, None))
-    tokens, targets = (placed(x[0]) for x in (batch.tokens, batch.targets))
+    tokens, targets = copied(batch.tokens[0]), copied(batch.targets[0])
 
-    def jaxpar_once():
+    def jaxpar_once() -> jax.Array:
         nonlocal state
-        state, metrics = compiled(state, batch)
-        return jax.block_until_ready((state, metrics))[1].loss
+        state, metrics = jax.block_until_ready(compiled(state, batch))
+        return metrics.loss
 
-    def plain_once():
+    def plain_once() -> jax.Array:
         nonlocal plain_state
-        *plain_state, loss = plain_step(*plain_state, tokens, targets)
-        return jax.block_until_ready((plain_state, loss))[1]
+        *plain_state, loss = jax.block_until_ready(plain_step(*plain_state, tokens, targets))
+        return loss
 
     return jaxpar_once, plain_once
 
 
 def timed(step: Step) -> tuple[float, float]:
-    """Seconds by the wall and of this process's CPUs."""
+    """Seconds by the wall, and of this process's CPUs."""
     wall, cpu = time.perf_counter(), time.process_time()
     step()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def startup() -> dict[str, dict[str, float]]:
-    """Seconds from the start of a process to `import jaxpar` done, and to train.py's first step done, with empty
-    caches (tokens and compiled programs) and with those that it left."""
-    return {}
+def startup() -> Rows:
+    """Seconds from a process's start to the end of `import jaxpar`, and of train.py's first step: with no compiled
+    program in its cache, then with all of them."""
+    rows = {"import jaxpar": until("done", "-c", "import jaxpar; print('done')")}
+    with tempfile.TemporaryDirectory() as directory:
+        flags = ["--model=tiny", "--steps=1", "--run.sample-tokens=0", f"--run.compilation-cache={directory}/xla"]
+        for cache in ("cold", "warm"):
+            rows[f"first step, {cache}"] = until("step 1/1", "train.py", *flags, f"--run-dir={directory}/{cache}")
+    return rows
 
 
-def show(result: dict[str, dict[str, float]]) -> None:
-    columns = list(next(iter(result.values())))
+def until(line: str, *args: str) -> dict[str, float]:
+    """Seconds until Python with these arguments prints a line that begins so; it is ended there."""
+    wall, cpu = time.perf_counter(), children_cpu()
+    command = [sys.executable, *args]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = any(printed.startswith(line) for printed in process.stdout)
+        wall = time.perf_counter() - wall
+        process.kill()
+    assert found, f"{command} did not print {line}"
+    return {"wall": wall, "cpu": children_cpu() - cpu}
+
+
+def children_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def show(rows: Rows) -> None:
+    columns = list(next(iter(rows.values())))
     table = Table("seconds", *columns)
-    for name, row in result.items():
+    for name, row in rows.items():
         table.add_row(name, *(f"{row[column]:.3f}" for column in columns))
     Console().print(table)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        configs.exit_with(error)

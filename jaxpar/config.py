@@ -4,7 +4,10 @@ A field is `--group.field` on the command line; those with a short alias have it
 defaults < `--config FILE` < `--model PRESET` < flags.
 """
 
+import contextlib
 import dataclasses
+import io
+import itertools
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,6 +24,9 @@ from models.presets import load_model
 
 def _alias(*names: str) -> Any:
     return tyro.conf.arg(aliases=[f"--{name}" for name in names])
+
+
+MAX_EMULATED = 512
 
 
 @dataclass(frozen=True)
@@ -99,24 +105,26 @@ class Config:
     def check(self) -> "Config":
         """Itself. Raises ValueError, in one line, for what is out of range."""
         self.model.check()
-        _at_least(
-            1,
-            ("--batch-size", self.data.batch_size),
-            ("--seq-len", self.data.seq_len),
-            ("--steps", self.run.steps),
-            ("--grad-accumulation", self.parallel.grad_accumulation),
-        )
-        _at_least(
-            0,
-            ("--emulate", self.run.emulate),
-            ("--warmup-steps", self.optimizer.warmup_steps),
-            ("--checkpoint-every", self.run.checkpoint_every),
-            ("--run.sample-tokens", self.run.sample_tokens),
-            ("--learning-rate", self.optimizer.learning_rate),
-            ("--seed", self.run.seed),
-            ("--optimizer.clip-norm", self.optimizer.clip_norm),
-            ("--weight-decay", self.optimizer.weight_decay),
-        )
+        optimizer = self.optimizer
+        for flag, value, least, most in (
+            ("--batch-size", self.data.batch_size, 1, None),
+            ("--seq-len", self.data.seq_len, 1, None),
+            ("--steps", self.run.steps, 1, None),
+            ("--grad-accumulation", self.parallel.grad_accumulation, 1, None),
+            ("--emulate", self.run.emulate, 0, MAX_EMULATED),
+            ("--seed", self.run.seed, 0, 2**32 - 1),
+            ("--checkpoint-every", self.run.checkpoint_every, 0, None),
+            ("--run.sample-tokens", self.run.sample_tokens, 0, None),
+            ("--learning-rate", optimizer.learning_rate, 0, None),
+            ("--optimizer.final-learning-rate", optimizer.final_learning_rate, 0, None),
+            ("--warmup-steps", optimizer.warmup_steps, 0, None),
+            ("--optimizer.beta1", optimizer.beta1, 0, 1),
+            ("--optimizer.beta2", optimizer.beta2, 0, 1),
+            ("--optimizer.eps", optimizer.eps, 0, None),
+            ("--weight-decay", optimizer.weight_decay, 0, None),
+            ("--optimizer.clip-norm", optimizer.clip_norm, 0, None),
+        ):
+            toml.check_range(flag, value, least, most)
         if self.run.stop_at is not None and not 1 <= self.run.stop_at <= self.run.steps:
             raise ValueError(f"--stop-at {self.run.stop_at} is outside of the run: 1 to --steps {self.run.steps}")
         if self.model.positions == "learned" and self.data.seq_len > self.model.max_seq_len:
@@ -129,12 +137,6 @@ class Config:
     @property
     def stop_at(self) -> int:
         return self.run.stop_at or self.run.steps
-
-
-def _at_least(limit: int, *settings: tuple[str, float]) -> None:
-    for flag, value in settings:
-        if not value >= limit:
-            raise ValueError(f"{flag} is {value}; it must be at least {limit}")
 
 
 def load(path: Path, base: Config) -> Config:
@@ -171,7 +173,21 @@ def parse(args: Sequence[str], *, prog: str, description: str, base: Config | No
         "\n\n--model takes a preset's name (`jaxpar models`) or a TOML file, --config a config.toml; "
         "--resume demands a checkpoint in --run-dir, --no-resume starts over."
     )
-    return tyro.cli(Config, prog=prog, description=description, default=base, args=args).check()
+    return _quiet_cli(prog, description, base, args).check()
+
+
+def _quiet_cli(prog: str, description: str, base: Config, args: list[str]) -> Config:
+    """tyro's parser, whose framed complaints become a ValueError of one line."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(Config, prog=prog, description=description, default=base, args=args)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    words = [line.strip("│╭╮╰╯─ ") for line in complaint.getvalue().splitlines()[1:]]
+    told = list(itertools.takewhile(lambda line: not line.startswith("For full helptext"), filter(None, words)))
+    raise ValueError(" ".join(told))
 
 
 def _take(args: list[str], flag: str) -> tuple[list[str], list[str]]:
@@ -184,7 +200,7 @@ def _take(args: list[str], flag: str) -> tuple[list[str], list[str]]:
             rest.append(word)
             continue
         given = value if equals else next(words, None)
-        if given is None:
+        if given is None or given.startswith("--"):
             raise ValueError(f"{flag} needs a value")
         values.append(given)
     return values, rest

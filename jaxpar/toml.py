@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 import types
 import typing
@@ -15,8 +16,15 @@ T = TypeVar("T")
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """'; did you mean X?' for the closest of the known names, else the list of them."""
     known = sorted(known)
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
+
+
+def check_range(name: str, value: float, least: float, most: float | None = None) -> None:
+    """Raise ValueError, in one line, for a number outside of [least, most]; NaN and infinity are outside of any."""
+    if not (least <= value < math.inf) or (most is not None and value > most):
+        limit = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} is {value}; it must be {limit}" + ("" if math.isfinite(value) else ", and finite"))
 
 
 def read(path: Path) -> dict[str, Any]:

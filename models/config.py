@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxpar import toml
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -47,18 +49,16 @@ class ModelConfig:
 
     def check(self) -> "ModelConfig":
         """Itself. Raises ValueError, in one line, for sizes that make no model."""
-        for field in (
-            "vocab_size",
-            "embed_dim",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "mlp_dim",
-            "max_seq_len",
-        ):
-            if getattr(self, field) < 1:
-                raise ValueError(f"model.{field} is {getattr(self, field)}; it must be at least 1")
+        sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
+        for field in (*sizes, "max_seq_len", "rope_original_seq_len", "rope_scaling_factor"):
+            toml.check_range(f"model.{field}", getattr(self, field), 1)
+        for field in ("norm_eps", "init_std", "rope_theta", "rope_low_freq_factor", "rope_high_freq_factor"):
+            toml.check_range(f"model.{field}", getattr(self, field), 0)
+        if not self.rope_low_freq_factor < self.rope_high_freq_factor:
+            raise ValueError(
+                f"model.rope_low_freq_factor {self.rope_low_freq_factor} is not below model.rope_high_freq_factor "
+                f"{self.rope_high_freq_factor}; lower it"
+            )
         if self.num_heads % self.num_kv_heads:
             fits = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(

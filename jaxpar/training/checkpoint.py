@@ -34,7 +34,10 @@ class Checkpoints:
         if not self.directory.is_dir():
             return None
         with ocp.training.Checkpointer(self.directory.absolute()) as checkpointer:
-            return checkpointer.latest.step if checkpointer.latest else None
+            steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
+        # A directory may be there that no checkpoint was ever finished in: Orbax writes its metadata last.
+        whole = [step for step in steps if (self.directory / str(step) / "_CHECKPOINT_METADATA").exists()]
+        return max(whole, default=None)
 
     def save(self, state: TrainState) -> None:
         arrays = jax.tree.map(_cut, _flat(state), self._true_shapes())
@@ -48,9 +51,12 @@ class Checkpoints:
         try:
             with ocp.training.Checkpointer(self.directory.absolute()) as checkpointer:
                 arrays = checkpointer.load(step, stored)
-        except (KeyError, OSError, ValueError) as error:
-            first_line = str(error).strip().splitlines()[0]
-            raise ValueError(f"checkpoint {self.directory / str(step)} cannot be restored: {first_line}") from error
+        except Exception as error:  # Orbax and its storage raise of every kind
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise ValueError(
+                f"checkpoint {self.directory / str(step)} cannot be restored, being damaged or of another model; move "
+                f"it away to go on from the one before, or start over with --no-resume ({reason})"
+            ) from error
         leaves = [_pad(arrays[path], leaf) for path, leaf in _flat(abstract).items()]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 

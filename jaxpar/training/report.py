@@ -13,7 +13,7 @@ class ProgressReport:
 
     def __init__(self, console: Console, first: int, last: int):
         self.console = console
-        self.every = max(1, (last - first) // 20)
+        self.every = min(100, max(1, (last - first) // 20))
         self.last = last
         self.bar = Progress(
             TextColumn("step"),

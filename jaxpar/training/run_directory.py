@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,12 @@ class RunDirectory:
             raise ValueError(f"--resume: {run.path} has no checkpoint; give its --run-dir, or leave --resume out")
         if run.has_checkpoint:
             run._check_same(config)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--run-dir {run.path} cannot be made: {error.strerror}; take another") from None
+        if not os.access(run.path, os.W_OK):
+            raise ValueError(f"--run-dir {run.path} is not writable; take another, or change its mode")
         return run
 
     @property
@@ -46,7 +53,10 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     def _check_same(self, config: Config) -> None:
-        theirs = load(self.path / "config.toml", Config())
+        try:
+            theirs = load(self.path / "config.toml", Config())
+        except ValueError as error:
+            raise ValueError(f"{error}; --run-dir {self.path} has checkpoints, but not of what: take another") from None
         for group in _MUST_MATCH:
             for field in dataclasses.fields(getattr(config, group)):
                 there, here = (getattr(getattr(c, group), field.name) for c in (theirs, config))
@@ -63,10 +73,6 @@ class RunDirectory:
 
     def start(self, config: Config, first_step: int) -> None:
         """Write the config; drop metrics of steps that will be done again, all of them in a run that starts."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--run-dir {self.path} cannot be made: {error.strerror}") from None
         # What to run, not where: the file can be given to --config for another run.
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, directory="", resume="auto"))
         (self.path / "config.toml").write_text(toml.dumps(resolved))
@@ -82,9 +88,12 @@ class RunDirectory:
         if not self.metrics.exists():
             return []
         rows = []
-        for line in self.metrics.read_text().splitlines():
+        for line in self.metrics.read_text(errors="replace").splitlines():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError:
                 break
+            if not isinstance(row, dict) or "step" not in row:
+                break
+            rows.append(row)
         return rows
