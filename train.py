@@ -70,6 +70,7 @@ def main(args: list[str]) -> None:
             console.print(f"resumed {run.path} after step {first}", highlight=False)
 
         batch_sharding = model.layout.sharding(model.layout.stacked_batch_spec())
+        assert batch_sharding is not None
 
         def batch_of(step: int) -> Batch:
             return loader.batch(step, batch_sharding)

@@ -57,7 +57,7 @@ def main(args: Sequence[str]) -> None:
     given, rest = parser.parse_known_args(args)
     base = configs.Config(
         model=MODEL,
-        data=configs.DataConfig(batch_size=2 * (given.devices or jax.device_count())),
+        data=configs.DataConfig(batch_size=2 * (given.devices or jax.device_count()), seq_len=256),
         optimizer=configs.OptimizerConfig(warmup_steps=0),  # a first step at learning rate 0 would prove nothing
         run=configs.RunConfig(steps=20, emulate=given.devices, compilation_cache=""),
     )

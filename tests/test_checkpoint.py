@@ -88,7 +88,8 @@ def at(tmp_path, **run) -> Config:
     return Config(run=RunConfig(directory=str(tmp_path / "run"), **run))
 
 
-def test_a_run_directory_resumes_by_itself_or_starts_over(tmp_path):
+def test_a_run_directory_resumes_by_itself_or_starts_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="has no checkpoint; give its --run-dir"):
         RunDirectory.choose(at(tmp_path, resume="require"))
     assert not RunDirectory.choose(at(tmp_path)).has_checkpoint

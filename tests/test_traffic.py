@@ -102,7 +102,8 @@ def test_compositions(mesh, parallel):
 
 def test_kv_heads_that_tensor_does_not_divide_and_biases_and_tied_embeddings():
     model = dataclasses.replace(MODEL, num_kv_heads=2, qkv_bias=True, qk_norm=True, tie_embeddings=True)
-    check(config(model), sizes(fsdp=2, tensor=4))
+    _, expected = check(config(model), sizes(fsdp=2, tensor=4))
+    assert expected["tensor"]["all-reduce"] > 2 * 4 * (32 * 512) * 2 * 64 * 2  # dK and dV, beside the loss's sums
 
 
 def test_gpt2s_learned_positions_and_biases():
@@ -110,4 +111,5 @@ def test_gpt2s_learned_positions_and_biases():
         MODEL, num_kv_heads=16, norm="layernorm", mlp="gelu", positions="learned", qkv_bias=True, mlp_bias=True,
         attention_output_bias=True,
     )  # fmt: skip
-    check(config(model), sizes(data=2, fsdp=2, tensor=2))
+    _, expected = check(config(model), sizes(data=2, fsdp=2, tensor=2))
+    assert expected["data+fsdp"]["all-reduce"] == 4 * 4 * (3 * 16 * 64 + 3072) // 2  # biases that `tensor` cuts

@@ -1,11 +1,10 @@
 """What a step is worth: tokens per second and model FLOPs utilisation, from its measured time."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
+import optax
 
 from jaxpar.config import Config
 from jaxpar.planning.flops import mfu, step_flops
@@ -25,7 +24,7 @@ class Meter:
     config: Config
     num_devices: int
     peak: PeakFlops
-    learning_rate: Callable[[int], jax.Array]
+    learning_rate: optax.Schedule
     tokens: int
     """Valid tokens that the model has seen so far."""
     _last: float = field(default_factory=time.perf_counter)

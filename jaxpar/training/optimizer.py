@@ -1,7 +1,5 @@
 """AdamW with warm-up and cosine, through optax, over plain trees of parameters."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,7 +8,7 @@ from jaxtyping import PyTree
 from jaxpar.config import OptimizerConfig
 
 
-def schedule(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
+def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Learning rate by step: linear from 0 to the peak over the warm-up, then a cosine, final at num_steps."""
     warmup = min(config.warmup_steps, num_steps)
     return optax.warmup_cosine_decay_schedule(
