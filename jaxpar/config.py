@@ -29,10 +29,23 @@ def _alias(*names: str) -> Any:
 MAX_EMULATED = 512
 
 
+OptimizerName = Literal["adamw", "adafactor", "lion", "sgd", "muon", "schedule-free"]
+ScheduleName = Literal["cosine", "linear", "wsd", "constant", "rsqrt"]
+
+
 @dataclass(frozen=True)
 class DataConfig:
     source: Annotated[str, _alias("data")] = "stdlib"
-    """A text file, a glob, a directory, or `stdlib`: the Python standard library's own sources."""
+    """Files, globs, directories, or `stdlib`, the Python standard library's own sources; several are separated by
+    commas, each with its weight in the mixture if need be: `web/*.jsonl=3,code=1`."""
+    tokenizer: Annotated[str, _alias("tokenizer")] = "bytes"
+    """`bytes`, `bpe:SIZE` (trained on the data), or the path of a tokenizer.json."""
+    text_field: Annotated[str, _alias("text-field")] = "text"
+    """Where .jsonl and .parquet files have a document's text."""
+    pack_documents: Annotated[bool, _alias("pack-documents")] = False
+    """Lay whole documents into sequences, each attending to itself alone; else the text is cut every seq_len tokens."""
+    eval_fraction: Annotated[float, _alias("eval-fraction")] = 0.01
+    """Share of the documents, by hash, that is held out of training for evaluation."""
     batch_size: Annotated[int, _alias("batch-size")] = 16
     """Sequences per step, over all devices and microbatches."""
     seq_len: Annotated[int, _alias("seq-len")] = 128
@@ -41,18 +54,35 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    name: Annotated[OptimizerName, _alias("optimizer")] = "adamw"
+    schedule: Annotated[ScheduleName, _alias("schedule")] = "cosine"
+    """How the learning rate goes on after warm-up; wsd: constant, then linear to the final one."""
     learning_rate: Annotated[float, _alias("learning-rate")] = 3e-3
     """The peak, reached after warm-up."""
     final_learning_rate: float = 3e-4
-    """Where the cosine ends, at step `run.steps`."""
+    """Where cosine, linear and wsd end, at step `run.steps`."""
     warmup_steps: Annotated[int, _alias("warmup-steps")] = 20
+    decay_fraction: float = 0.2
+    """Share of the run in which wsd decays."""
+    learning_rate_groups: str = ""
+    """Factors of the learning rate by parameter name, the first match counting: `embedding=0.1,blocks.*.scale=0.5`."""
     beta1: float = 0.9
+    """Of sgd: its momentum."""
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: Annotated[float, _alias("weight-decay")] = 0.1
-    """On matmul kernels alone: not on norms, biases and embeddings."""
+    decay_groups: str = ""
+    """Names of the parameters that decay, as `blocks.*,head`; empty: matmul kernels, no norm, bias or embedding."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 leaves them alone."""
+    state_dtype: Annotated[Literal["auto", "float32", "bfloat16"], _alias("optimizer-dtype")] = "auto"
+    """Of moments; auto: the parameters' own."""
+    ema: Annotated[float, _alias("ema")] = 0.0
+    """Decay of an exponential moving average of the parameters, which is then what is evaluated; 0: none."""
+    z_loss: Annotated[float, _alias("z-loss")] = 0.0
+    """Weight of the square of the logits' log-sum-exp (PaLM, arXiv 2204.02311, section 5)."""
+    label_smoothing: Annotated[float, _alias("label-smoothing")] = 0.0
+    """Share of the target's probability that goes to all tokens alike."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +91,17 @@ class ParallelConfig:
     """Sizes of the mesh's axes, as in `data=2,fsdp=-1,tensor=2`; one -1 takes the rest. Empty: all devices on fsdp."""
     dcn_mesh: Annotated[str, _alias("dcn-mesh")] = ""
     """What part of the mesh's axes crosses the slow network between slices or hosts, as in `data=2`."""
+    zero: Annotated[Literal[1, 2, 3], _alias("zero")] = 3
+    """What `fsdp` cuts: 3: parameters, gradients and optimizer state; over `data` too, 2: gradients and optimizer
+    state, 1: optimizer state alone."""
     sequence_parallel: Annotated[bool, _alias("sequence-parallel")] = True
     """Cut the sequence over `tensor` between blocks; no effect at tensor=1."""
     reshard_after_forward: Annotated[bool, _alias("reshard-after-forward")] = True
     """Gather FSDP's weights again for the backward pass (three transfers a step) or keep them (two)."""
-    remat: Annotated[Literal["none", "full"], _alias("remat")] = "full"
-    """Recompute each layer in the backward pass, or keep all its intermediates."""
+    remat: Annotated[str, _alias("remat")] = "full"
+    """What the backward pass recomputes: none; full (all but each layer's input); every=K or sqrt (all but every K-th,
+    or sqrt(layers)-th, layer's input); dots (all but matmuls); save=NAME,NAME (all but these); offload (as full,
+    layers' inputs in the host's memory)."""
     grad_accumulation: Annotated[int, _alias("grad-accumulation")] = 1
     """Microbatches per step; gradients are summed over `data` once, after the last."""
 
@@ -78,18 +113,52 @@ class RunConfig:
     stop_at: Annotated[int | None, _alias("stop-at")] = None
     """End after this step, the schedule unchanged."""
     seed: Annotated[int, _alias("seed")] = 0
-    precision: Annotated[Literal["bfloat16", "float32", "float64"], _alias("precision")] = "bfloat16"
-    """Of matmuls and activations. bfloat16 keeps master parameters and gradient sums in float32."""
+    precision: Annotated[Literal["bfloat16", "float16", "float32", "float64"], _alias("precision")] = "bfloat16"
+    """Of matmuls and activations. 16-bit ones keep master parameters and gradient sums in float32; float16 scales its
+    loss dynamically."""
+    params_dtype: Annotated[Literal["auto", "bfloat16"], _alias("params-dtype")] = "auto"
+    """bfloat16: no float32 master parameters; updates are rounded stochastically."""
+    reduce_dtype: Annotated[Literal["auto", "float32", "bfloat16"], _alias("reduce-dtype")] = "auto"
+    """In which gradients are summed over the FSDP axes; auto: the master parameters'."""
+    matmul: Annotated[Literal["auto", "fp8"], _alias("matmul")] = "auto"
+    """fp8: the layers' matmuls in 8-bit floats, scaled per tensor; else in `precision`."""
     directory: Annotated[str, _alias("run-dir")] = ""
     """Where the run is written; empty: runs/<time>-<model>. A directory with a checkpoint is resumed."""
     resume: Literal["auto", "require", "never"] = "auto"
     """auto: where there is a checkpoint; `--resume` demands one; `--no-resume` starts over in a new directory."""
     checkpoint_every: Annotated[int, _alias("checkpoint-every")] = 0
     """Steps between checkpoints; one is always written at the end. 0: only that."""
-    emulate: Annotated[int, _alias("emulate")] = 0
-    """Run on this many emulated CPU devices; 0: on the devices that there are."""
+    keep_checkpoints: Annotated[int, _alias("keep-checkpoints")] = 3
+    """The newest so many checkpoints are kept; 0: all."""
+    keep_every: Annotated[int, _alias("keep-every")] = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    eval_every: Annotated[int, _alias("eval-every")] = 0
+    """Steps between evaluations; 0: none."""
+    eval_batches: Annotated[int, _alias("eval-batches")] = 8
+    """Batches of one evaluation, the same each time; fewer where the data has fewer."""
+    eval_data: Annotated[str, _alias("eval-data")] = ""
+    """What to evaluate on, written as --data; empty: the documents held out by --eval-fraction."""
+    eval_only: Annotated[bool, _alias("eval-only")] = False
+    """Evaluate the run directory's newest checkpoint, train nothing."""
     sample_tokens: int = 128
     """Length of the continuation that is sampled at the end; 0: none."""
+    prefetch: int = 2
+    """Batches made ready ahead of the step that takes them."""
+    log_norms: Annotated[bool, _alias("log-norms")] = False
+    """Write each parameter group's norm, and its gradient's, to metrics.jsonl."""
+    trackers: Annotated[str, _alias("trackers")] = ""
+    """Where else metrics go: any of tensorboard, wandb, mlflow, separated by commas."""
+    profile: Annotated[str, _alias("profile")] = ""
+    """START:STOP: trace these steps for XProf, into the run directory's profile/."""
+    emulate: Annotated[int, _alias("emulate")] = 0
+    """Run on this many emulated CPU devices (of this process); 0: on the devices that there are."""
+    coordinator: Annotated[str, _alias("coordinator")] = ""
+    """HOST:PORT of process 0. Under SLURM, Open MPI and on TPU pods the processes find each other without."""
+    num_processes: Annotated[int, _alias("num-processes")] = 1
+    process_id: Annotated[int, _alias("process-id")] = 0
+    compiler_options: Annotated[str, _alias("compiler-options")] = "auto"
+    """auto: the platform's table, for overlap of compute and communication; none: the compiler's defaults; NAME=VALUE,
+    separated by commas, after either word or alone: on top."""
     compilation_cache: str = "auto"
     """Directory of compiled programs; auto: ~/.cache/jaxpar/xla; empty: none."""
 
@@ -123,6 +192,18 @@ class Config:
             ("--optimizer.eps", optimizer.eps, 0, None),
             ("--weight-decay", optimizer.weight_decay, 0, None),
             ("--optimizer.clip-norm", optimizer.clip_norm, 0, None),
+            ("--optimizer.decay-fraction", optimizer.decay_fraction, 0, 1),
+            ("--ema", optimizer.ema, 0, 1),
+            ("--z-loss", optimizer.z_loss, 0, None),
+            ("--label-smoothing", optimizer.label_smoothing, 0, 1),
+            ("--eval-fraction", self.data.eval_fraction, 0, 1),
+            ("--keep-checkpoints", self.run.keep_checkpoints, 0, None),
+            ("--keep-every", self.run.keep_every, 0, None),
+            ("--eval-every", self.run.eval_every, 0, None),
+            ("--eval-batches", self.run.eval_batches, 1, None),
+            ("--run.prefetch", self.run.prefetch, 0, None),
+            ("--num-processes", self.run.num_processes, 1, None),
+            ("--process-id", self.run.process_id, 0, self.run.num_processes - 1),
         ):
             toml.check_range(flag, value, least, most)
         if self.run.stop_at is not None and not 1 <= self.run.stop_at <= self.run.steps:

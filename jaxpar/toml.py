@@ -60,7 +60,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     origin = typing.get_origin(hint)
     if origin is typing.Literal:
         if value not in typing.get_args(hint):
-            raise ValueError(f"{where} is {value!r}; it must be one of {', '.join(typing.get_args(hint))}")
+            raise ValueError(f"{where} is {value!r}; it must be one of {', '.join(map(str, typing.get_args(hint)))}")
         return value
     kinds = typing.get_args(hint) if origin in (typing.Union, types.UnionType) else (hint,)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
