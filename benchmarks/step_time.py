@@ -35,6 +35,7 @@ from rich.table import Table
 from benchmarks.plain import Plain
 from jaxpar import config as configs
 from jaxpar.training import optimizer, runtime, setup
+from jaxpar.training.precision import Precision
 from jaxpar.training.step import init_state, make_step
 from jaxpar.verify import random_batch
 from models.config import ModelConfig
@@ -108,7 +109,7 @@ def build(config: configs.Config) -> tuple[Step, Step]:
         config=config.model,
         mesh=auto,
         stream=stream,
-        dtype=runtime.precision(config.run.precision).compute,
+        dtype=Precision.of(config.run).compute,
         optimizer=optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), tx),
     )
     plain_state = jax.tree.map(copied, (state.params, (optax.EmptyState(), state.opt_state)))

@@ -119,7 +119,7 @@ class RunConfig:
     params_dtype: Annotated[Literal["auto", "bfloat16"], _alias("params-dtype")] = "auto"
     """bfloat16: no float32 master parameters; updates are rounded stochastically."""
     reduce_dtype: Annotated[Literal["auto", "float32", "bfloat16"], _alias("reduce-dtype")] = "auto"
-    """In which gradients are summed over the FSDP axes; auto: the master parameters'."""
+    """In which gradients are summed over ranks; auto: float32."""
     matmul: Annotated[Literal["auto", "fp8"], _alias("matmul")] = "auto"
     """fp8: the layers' matmuls in 8-bit floats, scaled per tensor; else in `precision`."""
     directory: Annotated[str, _alias("run-dir")] = ""

@@ -22,9 +22,10 @@ from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partiti
 from jaxpar.parallel.batch import Batch
 from jaxpar.planning.traffic import Traffic, TrafficSettings, step_traffic
 from jaxpar.training import optimizer, setup
+from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
-from jaxpar.training.runtime import precision
-from jaxpar.training.step import abstract_state, loss_and_grads, make_step
+from jaxpar.training.precision import Precision
+from jaxpar.training.step import abstract_state, make_step
 from meshes import build_mesh
 
 TOLERANCE = 1e-9
@@ -218,7 +219,7 @@ def abstract_batch(config: Config, model: Model) -> Batch:
 
 def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
     """What the strategies' formulas say that `compiled_traffic` finds."""
-    dtypes = precision(config.run.precision)
+    dtypes = Precision.of(config.run)
     return step_traffic(
         config.model,
         TrafficSettings(
@@ -228,10 +229,10 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
             num_microbatches=config.parallel.grad_accumulation,
             compute_bytes=dtypes.compute.itemsize,
             reduce_bytes=dtypes.reduce.itemsize,
-            master_bytes=dtypes.params.itemsize,
             sequence_parallel=config.parallel.sequence_parallel,
             reshard_after_forward=config.parallel.reshard_after_forward,
             remat=config.parallel.remat,
+            zero=config.parallel.zero,
         ),
     )
 

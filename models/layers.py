@@ -115,11 +115,12 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B S D"]:
         config = self.config
         x = layout.enter_tensor(x)
-        q = layout.project("bsd,dhk->bshk", x, layout.gather(self.query[...]), "batch", "seq", "heads", "head_dim")
-        k, v = (
-            layout.project("bsd,dhk->bshk", x, layout.gather(w[...]), "batch", "seq", "kv_heads", "head_dim")
-            for w in (self.key, self.value)
-        )
+
+        def into(name: str, heads: str) -> Float[Array, "B S _ K"]:
+            kernel = layout.gather(getattr(self, name)[...])
+            return layout.named(name, layout.project("bsd,dhk->bshk", x, kernel, "batch", "seq", heads, "head_dim"))
+
+        q, k, v = into("query", "heads"), into("key", "kv_heads"), into("value", "kv_heads")
         if config.qkv_bias:
             q = layout.shift(q, self.query_bias[...])
             k, v = layout.shift(k, self.key_bias[...]), layout.shift(v, self.value_bias[...])
@@ -128,8 +129,9 @@ class Attention(nnx.Module):
         if rope is not None:
             q, k = rope(q), rope(k)
         mask = AttentionMask(causal=True, window=config.sliding_window)
-        attended = layout.attention(q, k, v, batch, mask, config.head_dim**-0.5)
+        attended = layout.named("attention", layout.attention(q, k, v, batch, mask, config.head_dim**-0.5))
         out = layout.exit_tensor("bshk,hkd->bsd", attended, layout.gather(self.out[...]))
+        out = layout.named("attention_out", out)
         return layout.shift(out, self.out_bias[...]) if config.attention_output_bias else out
 
 
@@ -157,6 +159,7 @@ class Mlp(nnx.Module):
         def into(name: str) -> Float[Array, "B S F"]:
             kernel = layout.gather(getattr(self, name)[...])
             hidden = layout.project("bsd,df->bsf", x, kernel, "batch", "seq", "mlp")
+            hidden = layout.named("mlp_" + name, hidden)
             return layout.shift(hidden, getattr(self, name + "_bias")[...]) if self.config.mlp_bias else hidden
 
         if self.config.mlp == "swiglu":
@@ -164,6 +167,7 @@ class Mlp(nnx.Module):
         else:
             hidden = jax.nn.gelu(into("up"), approximate=True)
         out = layout.exit_tensor("bsf,fd->bsd", hidden, layout.gather(self.down[...]))
+        out = layout.named("mlp_out", out)
         return layout.shift(out, self.down_bias[...]) if self.config.mlp_bias else out
 
 
@@ -179,5 +183,6 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], rope: Rope | None, batch: Batch, layout: Layout
     ) -> Float[Array, "B S D"]:
+        x = layout.named("block_input", x)
         x = x + self.attention(self.attention_norm(x, layout), rope, batch, layout)
         return x + self.mlp(self.mlp_norm(x, layout), layout)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.vocab import Objective
 from models.config import ModelConfig
 from models.layers import RESIDUAL, Block, Norm, Rope
 from models.parameters import Initializer, declare, normal
@@ -67,10 +68,16 @@ class Transformer(nnx.Module):
         x = layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, batch, layout), blocks, x)
         return self.final_norm(x, layout)
 
-    def loss(self, batch: Batch, layout: Layout) -> Float[Array, ""]:
-        """sum(loss_weights * cross-entropy): the caller has divided the weights by the step's count of tokens."""
+    def loss(self, batch: Batch, layout: Layout, objective: Objective) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """(sum(loss_weights * objective), sum(loss_weights * cross-entropy)): the caller has divided the weights by the
+        step's count of tokens."""
         return layout.cross_entropy(
-            self.hidden(batch, layout), self._head(layout), batch.targets, batch.loss_weights, self.config.vocab_size
+            self.hidden(batch, layout),
+            self._head(layout),
+            batch.targets,
+            batch.loss_weights,
+            self.config.vocab_size,
+            objective,
         )
 
     def logits_at(self, batch: Batch, index: Int[Array, ""], layout: Layout) -> Float[Array, "B V"]:

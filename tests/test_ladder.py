@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
+from jaxpar.config import Config, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
 from jaxpar.parallel.batch import Batch
 from jaxpar.training import optimizer, setup
 from jaxpar.training.step import init_state, make_step
@@ -119,10 +119,37 @@ def test_any_mesh_gives_the_numbers_of_one_device(mesh):
         ("fsdp=4,tensor=2", {"reshard_after_forward": False}),
         ("data=2,fsdp=4", {"remat": "none"}),
         ("data=4,fsdp=2", {"remat": "none", "reshard_after_forward": False, "grad_accumulation": 2}),
+        ("data=8", {"zero": 1}),
+        ("data=2,fsdp=2,tensor=2", {"zero": 1, "grad_accumulation": 2, "sequence_parallel": False}),
+        ("fsdp=4,tensor=2", {"zero": 2, "remat": "every=2"}),
+        ("data=2,fsdp=2,tensor=2", {"zero": 2, "grad_accumulation": 2}),
+        ("fsdp=2,expert=2,tensor=2", {"zero": 2}),
+        ("data=2,fsdp=2,tensor=2", {"remat": "every=2"}),
+        ("fsdp=4,tensor=2", {"remat": "every=3", "reshard_after_forward": False}),
+        ("data=2,fsdp=2,tensor=2", {"remat": "sqrt", "grad_accumulation": 2}),
+        ("data=2,fsdp=2,tensor=2", {"remat": "dots"}),
+        ("fsdp=2,tensor=4", {"remat": "save=attention,mlp_up,block_input"}),
+        ("data=2,fsdp=2,tensor=2", {"remat": "offload"}),
     ],
 )
 def test_no_option_of_a_layout_changes_the_numbers(mesh, parallel):
     check_same(config("tiny", mesh, **parallel), config("tiny"), 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4", "tensor=4", "data=2,fsdp=4,tensor=2"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("remat", ["none", "full", "every=2", "sqrt", "dots", "save=query,mlp_gate", "offload"])
+def test_every_remat_on_every_stage_of_zero(mesh, zero, remat):
+    check_same(config("tiny", mesh, zero=zero, remat=remat), config("tiny"), 1e-9)
+
+
+@pytest.mark.parametrize("settings", [{"z_loss": 1e-2}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "ema": 0.9}], ids=str)
+def test_every_objective(settings):
+    def of(config: Config) -> Config:
+        return dataclasses.replace(config, optimizer=OptimizerConfig(**settings))
+
+    check_same(of(config("tiny", "data=2,fsdp=2,tensor=2", zero=2)), of(config("tiny")), 1e-9)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "qwen"])
@@ -137,8 +164,24 @@ def test_every_kind_of_block(model, mesh, parallel):
     check_same(config(model, mesh, **parallel), config(model), 1e-9)
 
 
-def test_in_bfloat16_loosely():
-    check_same(config("tiny", "data=2,fsdp=2,tensor=2", "bfloat16"), config("tiny", precision="bfloat16"), 0.05)
+@pytest.mark.parametrize(
+    ("precision", "zero", "run", "tolerance"),
+    [
+        ("bfloat16", 3, {}, 0.05),
+        ("bfloat16", 1, {"reduce_dtype": "bfloat16"}, 0.05),
+        ("bfloat16", 2, {"reduce_dtype": "bfloat16"}, 0.05),
+        ("float16", 3, {}, 0.01),
+        ("float16", 2, {}, 0.01),
+        ("bfloat16", 3, {"params_dtype": "bfloat16"}, 0.1),
+        ("bfloat16", 3, {"matmul": "fp8"}, 0.15),
+    ],
+)
+def test_in_short_formats_loosely(precision, zero, run, tolerance):
+    def of(config: Config) -> Config:
+        return dataclasses.replace(config, run=dataclasses.replace(config.run, **run))
+
+    layout = config("tiny", "data=2,fsdp=2,tensor=2", precision, zero=zero)
+    check_same(of(layout), of(config("tiny", precision=precision)), tolerance)
 
 
 def test_float32_to_1e_5():

@@ -207,7 +207,7 @@ def compiled(name: str):
     def run(params, batch):
         indices = jnp.arange(batch.tokens.shape[1])
         logits = jax.vmap(lambda index: model.logits_at(params, batch, index), out_axes=1)(indices)
-        return *jax.value_and_grad(model.loss)(params, batch), logits
+        return *jax.value_and_grad(lambda p: model.loss(p, batch)[0])(params), logits
 
     jitted = jax.jit(run)
     return model, lambda params, batch: jax.tree.map(np.asarray, jitted(params, batch))

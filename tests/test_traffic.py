@@ -59,6 +59,24 @@ def test_fsdp_transfers_the_weights_three_times_or_twice(reshard, gathers):
     assert found["fsdp"]["all-to-all"]["bytes"] == 2 * 2 * (64 // 8 * 512 * 1024)  # the lookup, there and back
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_zero_gathers_the_weights_once_a_step(zero):
+    found, _ = check(config(zero=zero, grad_accumulation=2), sizes(data=8))
+    assert set(found) == {"data"}
+    assert found["data"]["all-gather"]["bytes"] == 2 * (KERNELS + EMBEDDING + HEAD)
+    times = 1 if zero == 1 else 2
+    assert found["data"]["reduce-scatter"]["bytes"] == times * 4 * (KERNELS + EMBEDDING + HEAD)
+    assert found["data"]["all-reduce"]["bytes"] == pytest.approx(4 * VECTORS, rel=1e-2)
+
+
+def test_gradients_are_summed_in_the_dtype_asked_for():
+    short = config()
+    short = dataclasses.replace(short, run=dataclasses.replace(short.run, reduce_dtype="bfloat16"))
+    found, _ = check(short, sizes(data=2, fsdp=4))
+    assert found["fsdp"]["reduce-scatter"]["bytes"] == 2 * (KERNELS + HEAD)
+    assert found["data"]["all-reduce"]["bytes"] == 2 * (KERNELS + EMBEDDING + HEAD) // 4
+
+
 def test_keeping_activations_does_not_keep_gathered_weights():
     found, _ = check(config(remat="none"), sizes(fsdp=8))
     assert found["fsdp"]["all-gather"]["bytes"] == pytest.approx(2 * (2 * KERNELS + HEAD), rel=1e-2)
@@ -89,6 +107,10 @@ def test_tensor_parallelism_reduces_an_activation_twice_a_layer_and_direction(re
         (sizes(fsdp=4, tensor=2), {"reshard_after_forward": False}),
         (sizes(data=2, fsdp=2, tensor=2), {"grad_accumulation": 2}),
         (sizes(fsdp=2, expert=2, tensor=2), {}),
+        (sizes(data=2, fsdp=2, tensor=2), {"zero": 1, "grad_accumulation": 2}),
+        (sizes(data=2, fsdp=2, tensor=2), {"zero": 2, "grad_accumulation": 2}),
+        (sizes(fsdp=2, tensor=4), {"remat": "every=3"}),
+        (sizes(fsdp=4, tensor=2), {"remat": "dots"}),
     ],
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items() if v != 1),
 )

@@ -4,6 +4,7 @@ A strategy that is only a mapping is rows here and nothing else:
 
     data parallel (DP)       batch over `data`
     fully sharded (FSDP)     batch over `fsdp`; a parameter's embed over `fsdp`              (arXiv 1910.02054, ZeRO-3)
+    ZeRO-1, ZeRO-2           embed over `data` too, for gradients and optimizer state alone  (arXiv 1910.02054)
     hybrid sharded (HSDP)    both: FSDP within `data`'s groups, replicas across them         (arXiv 2304.11277, §3.2.2)
     tensor parallel (TP)     heads, mlp, vocab over `tensor`, column then row                (arXiv 1909.08053, §3)
     sequence parallel (SP)   the residual stream's seq over `tensor` too                     (arXiv 2205.05198, §4.2)
@@ -42,6 +43,11 @@ PARAMETER_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "position": (),
     }
 )
+
+STATE_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {**PARAMETER_RULES, "embed": ("data", *PARAMETER_RULES["embed"])}
+)
+"""Under ZeRO-1 and 2, of what a parameter's optimizer state is: its master copy and moments."""
 
 ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxpar.numerics import widened
 from jaxpar.parallel.axes import axes_of
 
 
@@ -25,6 +26,13 @@ def zeros_owed(weight: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, ".
     spec = jax.typeof(weight).sharding.spec
     out = P(*spec.partitions, unreduced=spec.reduced) if spec.reduced else None
     return jnp.zeros(weight.shape, dtype, out_sharding=out) if out else jnp.zeros_like(weight, dtype=dtype)
+
+
+def times(x: Float[Array, "..."], factor: Float[Array, ""]) -> Float[Array, "..."]:
+    """x * factor, where x may be addends."""
+    owed = jax.typeof(x).sharding.spec.unreduced
+    factor = factor.astype(x.dtype)
+    return x * (jax.reshard(factor, P(reduced=owed)) if owed else factor)
 
 
 def settle(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -78,13 +86,13 @@ def _sum_to(cotangent, vector):
     dims = tuple(range(cotangent.ndim - vector.ndim))
     spec = jax.typeof(vector).sharding.spec
     if not spec.reduced:
-        return lax.reduce_sum(cotangent.astype(vector.dtype), dims)
+        return lax.reduce_sum(cotangent.astype(widened(vector.dtype)), dims).astype(vector.dtype)
     cut = jax.typeof(cotangent).sharding.spec
     axes = tuple(axis for partition in cut.partitions for axis in axes_of(partition) if axis in spec.reduced)
     # In a manual region: outside, the compiler may sum a copy of the cotangent that it has gathered for another
     # use, and every rank's addend is then the whole sum.
     stacked = jax.shard_map(
-        lambda local: lax.reduce_sum(local.astype(vector.dtype), dims)[None],
+        lambda local: lax.reduce_sum(local.astype(widened(vector.dtype)), dims)[None].astype(vector.dtype),
         in_specs=P(*cut.partitions),
         out_specs=P(axes, *spec.partitions),
         check_vma=False,

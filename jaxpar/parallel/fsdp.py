@@ -46,19 +46,23 @@ def _forward(weight, compute_dtype, reduce_dtype, stored):
 
 
 def _backward(compute_dtype, reduce_dtype, stored, _, cotangent):
-    spec = stored.sharding.spec
-    summed = cotangent.astype(reduce_dtype)
+    return (reduce_scatter(cotangent.astype(reduce_dtype), stored.sharding.spec).astype(stored.dtype),)
+
+
+_gather.defvjp(_forward, _backward)
+
+
+def reduce_scatter(addends: Float[Array, "..."], spec: P) -> Float[Array, "..."]:
+    """Addends over the axes that tokens are cut over, summed over those of them that `spec` cuts a dim over; the sum
+    over the others is still owed."""
     # One axis at a time: over several at once, in another order than the mesh's, the compiler makes an all-reduce.
-    owed, partitions = TOKEN_AXES, list(without(spec, TOKEN_AXES).partitions)
+    owed, partitions = jax.typeof(addends).sharding.spec.unreduced, list(without(spec, TOKEN_AXES).partitions)
     for dim, partition in enumerate(spec.partitions):
         for axis in axes_of(partition):
             if axis in TOKEN_AXES:
                 owed, partitions[dim] = owed - {axis}, (*axes_of(partitions[dim]), axis)
-                summed = jax.reshard(summed, P(*partitions, unreduced=owed))
-    return (summed.astype(stored.dtype),)
-
-
-_gather.defvjp(_forward, _backward)
+                addends = jax.reshard(addends, P(*partitions, unreduced=owed))
+    return addends
 
 
 def save_all_but_gathered(primitive, *_, **params) -> bool:

@@ -1,38 +1,50 @@
 """A stack of equal layers: one compiled block, scanned, recomputed in the backward pass as asked."""
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
-from jaxpar.parallel import fsdp
+from jaxpar.parallel.remat import FULL, NONE, Remat
 
 
 def scan(
-    block: Callable,
-    stacked: PyTree,
-    x: Float[Array, "B S D"],
-    *,
-    remat: Literal["none", "full"],
-    regather: bool,
+    block: Callable, stacked: PyTree, x: Float[Array, "B S D"], *, remat: Remat, regather: bool
 ) -> Float[Array, "B S D"]:
     """block(params, x) over the leading dim of `stacked`.
 
-    remat "full" keeps only each block's input, "none" every intermediate; `regather` decides about gathered weights
-    alone: True gathers them again in the backward pass, False keeps them.
+    `regather` decides about gathered weights alone: True gathers them again in the backward pass, False keeps them.
+    Layers that `remat.every` does not divide make a shorter last group (whose parameters are then copied once).
     """
-    policies = jax.checkpoint_policies
-    if remat == "full":
-        policy = policies.nothing_saveable if regather else policies.save_only_these_names(fsdp.GATHERED)
-    elif regather:
-        policy = fsdp.save_all_but_gathered
-    else:
-        policy = policies.everything_saveable
 
-    def body(x, params):
+    def layer(x, params):
         return block(params, x), None
 
-    # A scan's body is compiled apart from its backward pass: nothing there that CSE could merge.
-    return lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x, stacked)[0]
+    def run(x, params, remat):
+        # A scan's body is compiled apart from its backward pass: nothing there that CSE could merge.
+        return lax.scan(jax.checkpoint(layer, policy=remat.policy(regather), prevent_cse=False), x, params)[0]
+
+    if remat.every == 1:
+        return run(x, stacked, remat)
+
+    def group(x, params):
+        return run(x, params, NONE), None
+
+    again = jax.checkpoint(group, policy=remat.policy(regather), prevent_cse=False)
+    num_layers = jax.tree.leaves(stacked)[0].shape[0]
+    num_groups, rest = divmod(num_layers, remat.every)
+    grouped = jax.tree.map(lambda leaf: _grouped(leaf[: num_layers - rest], num_groups), stacked)
+    x = lax.scan(again, x, grouped)[0]
+    if not rest:
+        return x
+    last = jax.tree.map(lambda leaf: leaf[num_layers - rest :], stacked)
+    return again(x, last)[0] if rest > 1 else run(x, last, FULL)
+
+
+def _grouped(leaf: Float[Array, "L ..."], num_groups: int) -> Float[Array, "N L/N ..."]:
+    sharding = jax.typeof(leaf).sharding
+    spec = sharding.spec
+    out = None if sharding.mesh.empty else P(None, *spec.partitions, reduced=spec.reduced)
+    return lax.reshape(leaf, (num_groups, leaf.shape[0] // num_groups, *leaf.shape[1:]), out_sharding=out)

@@ -16,18 +16,30 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.parallel import data, fsdp, layers, local_attention, tensor, vocab
-from jaxpar.parallel.axes import ACTIVATION_RULES, PARAMETER_RULES, mesh_axes, padded_vocab, partition_spec
+from jaxpar.parallel import data, fsdp, layers, local_attention, tensor, vocab, zero
+from jaxpar.parallel.axes import (
+    ACTIVATION_RULES,
+    PARAMETER_RULES,
+    STATE_RULES,
+    TOKEN_AXES,
+    mesh_axes,
+    padded_vocab,
+    partition_spec,
+    without,
+)
 from jaxpar.parallel.batch import Batch
+from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
+from jaxpar.parallel.vocab import Objective
+from jaxpar.parallel.zero import Weight
 from meshes import MESH_AXES
 
 
@@ -38,15 +50,20 @@ class Layout:
     mesh: Mesh | None
     compute_dtype: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))
     reduce_dtype: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))
-    """In which weights' gradients are summed over the FSDP axes."""
+    """In which weights' gradients are summed over ranks."""
     sequence_parallel: bool = True
     """Cut the sequence over `tensor` between blocks; no effect at tensor=1."""
     reshard_after_forward: bool = True
     """Drop a gathered weight after the forward pass and gather it again for the backward pass."""
-    remat: Literal["none", "full"] = "full"
+    remat: Remat = FULL
+    zero: int = 3
+    """3: FSDP, all of a weight is cut. 1, 2: weights are whole on every rank, optimizer state (2: gradients too) is cut
+    over `data` as well."""
+    is_fp8: bool = False
+    """Whether the layers' matmuls round their operands to 8-bit floats."""
 
     @classmethod
-    def single(cls, dtype: jnp.dtype, remat: Literal["none", "full"] = "none") -> "Layout":
+    def single(cls, dtype: jnp.dtype, remat: Remat = NONE) -> "Layout":
         return cls(mesh=None, compute_dtype=jnp.dtype(dtype), reduce_dtype=jnp.dtype(dtype), remat=remat)
 
     # Types ---------------------------------------------------------------------------------------------------------
@@ -70,10 +87,15 @@ class Layout:
         return self.spec(None, "batch", "seq")
 
     def parameter_spec(self, names: Sequence[str | None], shape: Sequence[int]) -> P:
-        """Where a parameter is kept: names of its last dims, any dim before them is `layers`."""
+        """Where a parameter is kept, and what the optimizer keeps of it: names of its last dims, any dim before them is
+        `layers`."""
         assert self.mesh is not None
         names = ("layers",) * (len(shape) - len(names)) + tuple(names)
-        return partition_spec(names, PARAMETER_RULES, self.mesh.shape, shape)
+        return partition_spec(names, PARAMETER_RULES if self.zero == 3 else STATE_RULES, self.mesh.shape, shape)
+
+    def whole_spec(self, spec: P) -> P:
+        """Under ZeRO-1 and 2, of the copy that a step computes with."""
+        return without(spec, TOKEN_AXES)
 
     def owed_axes(self, spec: P, summed_over: Sequence[str | None]) -> frozenset[str]:
         """The mesh axes over which a gradient stays unsummed until the step's last microbatch.
@@ -111,11 +133,18 @@ class Layout:
 
     # What a model calls --------------------------------------------------------------------------------------------
 
-    def gather(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    def gather(self, weight: Float[Array, "..."] | Weight) -> Float[Array, "..."]:
         """A weight in compute dtype with its FSDP axes gathered: the one named point of FSDP's traffic."""
+        if isinstance(weight, Weight):
+            return zero.gather(weight, self.reduce_dtype)
         if self.mesh is None:
             return weight.astype(self.compute_dtype)
         return fsdp.gather(weight, self.compute_dtype, self.reduce_dtype)
+
+    def named(self, name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """x, by a name that `remat` can ask for."""
+        assert name in NAMES
+        return checkpoint_name(x, name)
 
     def enter_tensor(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """From the residual stream to the input of column-parallel weights."""
@@ -128,9 +157,9 @@ class Layout:
     ) -> Float[Array, "..."]:
         """x times a gathered weight, column-parallel: dims named `names` come out, cut as the weight is."""
         out = self.spec(*names)
-        return (
-            tensor.project(equation, x, weight, out) if out is not None else tensor.product(equation, None, x, weight)
-        )
+        if out is None:
+            return tensor.product(equation, None, x, weight, self.is_fp8)
+        return tensor.project(equation, x, weight, out, self.is_fp8)
 
     def exit_tensor(
         self, equation: str, x: Float[Array, "B S ..."], weight: Float[Array, "..."]
@@ -139,8 +168,8 @@ class Layout:
         addends = self.spec("batch", "seq", "embed", unreduced=tensor.AXES)
         out = self.spec("batch", "residual_seq", "embed")
         if addends is None or out is None:
-            return tensor.product(equation, None, x, weight)
-        return tensor.project_back(equation, x, weight, addends, out)
+            return tensor.product(equation, None, x, weight, self.is_fp8)
+        return tensor.project_back(equation, x, weight, addends, out, self.is_fp8)
 
     def scale(self, x: Float[Array, "B S ..."], vector: Float[Array, "..."]) -> Float[Array, "B S ..."]:
         """x * vector over x's last dims, the vector's gradient left unsummed over the axes that its type owes."""
@@ -177,9 +206,11 @@ class Layout:
         targets: Int[Array, "B S"],
         weights: Float[Array, "B S"],
         vocab_size: int,
-    ) -> Float[Array, ""]:
-        """sum(weights * -log p(target)) without whole logits on any device; `head` is gathered, x normalised."""
-        return vocab.cross_entropy(self, self.enter_tensor(x), head, targets, weights, vocab_size)
+        objective: Objective,
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """(sum(weights * objective), sum(weights * -log p(target))) without whole logits on any device; `head` is
+        gathered, x normalised; the first is what has a gradient."""
+        return vocab.cross_entropy(self, self.enter_tensor(x), head, targets, weights, vocab_size, objective)
 
     # What a step calls ---------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Collectives per microbatch, in bytes of one activation A = B x S x D of a rank:
                     the loop over chunks.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,10 @@ def _lookup_backward(layout, stored, ids, cotangent):
             cotangent = lax.all_gather(cotangent, vocab_axes, axis=1, tiled=True)
         num_rows = stored.shape[0] // layout.axis_size(*vocab_axes)
         rows, inside = _local_rows(num_rows, vocab_axes, _gather_rows(ids, embed_axes))
-        addend = jnp.where(inside[..., None], cotangent.astype(stored.dtype), jnp.zeros((), stored.dtype))
-        return jnp.zeros((1, num_rows, cotangent.shape[-1]), stored.dtype).at[0, rows].add(addend)
+        wide = widened(stored.dtype)
+        addend = jnp.where(inside[..., None], cotangent.astype(wide), jnp.zeros((), wide))
+        summed = jnp.zeros((1, num_rows, cotangent.shape[-1]), wide).at[0, rows].add(addend)
+        return summed.astype(stored.dtype)
 
     ids_spec, out_spec = _lookup_specs(layout, vocab_axes)
     stacked = jax.shard_map(
@@ -105,6 +108,16 @@ def _local_rows(num_rows, vocab_axes, ids):
     return jnp.where(inside, ids - offset, 0), inside
 
 
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised beside the cross-entropy, per token."""
+
+    z_loss: float = 0.0
+    """Times the square of the logits' log-sum-exp (PaLM, arXiv 2204.02311, section 5)."""
+    label_smoothing: float = 0.0
+    """Share of the target's probability that all tokens get alike (arXiv 1512.00567, section 7)."""
+
+
 def cross_entropy(
     layout: "Layout",
     x: Float[Array, "B S D"],
@@ -112,71 +125,85 @@ def cross_entropy(
     targets: Int[Array, "B S"],
     weights: Float[Array, "B S"],
     vocab_size: int,
-) -> Float[Array, ""]:
-    """sum(weights * (log sum exp(logits) - logits[target])), logits = x head, those past `vocab_size` being -inf.
+    objective: Objective,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(sum(weights * objective), sum(weights * cross-entropy)), of which the first has the gradient.
 
+    The cross-entropy is log sum exp(logits) - logits[target], logits = x head, those past `vocab_size` being -inf.
     x as `Layout.enter_tensor` gives it, the head as `Layout.gather` does. The sequence goes by in chunks, whose
     gradients are made in the same pass and kept: three matmuls, none twice, and never more logits than a chunk's.
     """
-    return _cross_entropy(layout, vocab_size, x, head, targets, weights)
+    return _cross_entropy(layout, vocab_size, objective, x, head, targets, weights)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(layout, vocab_size, x, head, targets, weights):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _cross_entropy(layout, vocab_size, objective, x, head, targets, weights):
     def chunk(_, inputs):
         x, targets, weights = inputs
-        nll, _ = _chunk_loss(layout, vocab_size, x, head, targets)
-        return None, nll * weights
+        losses, _ = _chunk_loss(layout, vocab_size, objective, x, head, targets)
+        return None, jax.tree.map(lambda loss: loss * weights, losses)
 
-    return jnp.sum(lax.scan(chunk, None, _chunks(layout, head.shape[1], (x, targets, weights)))[1])
+    losses = lax.scan(chunk, None, _chunks(layout, head.shape[1], (x, targets, weights)))[1]
+    return jax.tree.map(jnp.sum, losses)
 
 
-def _cross_entropy_forward(layout, vocab_size, x, head, targets, weights):
+def _cross_entropy_forward(layout, vocab_size, objective, x, head, targets, weights):
     dx_spec = layout.spec("batch", "seq", None, None, unreduced=TENSOR)
     head_spec = layout.spec(None, "vocab", unreduced=TOKEN_AXES)
     wide = widened(head.dtype)
 
     def chunk(dhead, inputs):
         x, targets, weights = inputs
-        nll, dlogits = _chunk_loss(layout, vocab_size, x, head, targets)
+        losses, dlogits = _chunk_loss(layout, vocab_size, objective, x, head, targets)
         dlogits = (dlogits * weights[..., None].astype(wide)).astype(x.dtype)
         dx = jnp.einsum("bncv,dv->bncd", dlogits, head, out_sharding=dx_spec, preferred_element_type=wide)
         dx = dx.astype(x.dtype)
         dhead += jnp.einsum("bncd,bncv->dv", x, dlogits, out_sharding=head_spec, preferred_element_type=wide)
-        return dhead, (dx, nll * weights)
+        return dhead, (dx, jax.tree.map(lambda loss: loss * weights, losses))
 
     start = jnp.zeros(head.shape, wide, out_sharding=head_spec)
-    dhead, (dx, nll) = lax.scan(chunk, start, _chunks(layout, head.shape[1], (x, targets, weights)))
+    dhead, (dx, losses) = lax.scan(chunk, start, _chunks(layout, head.shape[1], (x, targets, weights)))
     dx = lax.reshape(jnp.moveaxis(dx, 0, 2), x.shape, out_sharding=layout.spec("batch", "seq", None, unreduced=TENSOR))
-    return jnp.sum(nll), (dx, dhead.astype(head.dtype))
+    return jax.tree.map(jnp.sum, losses), (dx, dhead.astype(head.dtype))
 
 
-def _cross_entropy_backward(layout, vocab_size, residuals, cotangent):
-    def times(gradient):
-        spec = jax.typeof(gradient).sharding.spec
-        factor = cotangent.astype(gradient.dtype)
-        return gradient * (jax.reshard(factor, P(reduced=spec.unreduced)) if spec.unreduced else factor)
-
+def _cross_entropy_backward(layout, vocab_size, objective, residuals, cotangents):
     dx, dhead = residuals
-    return times(dx), times(dhead), None, None
+    return data.times(dx, cotangents[0]), data.times(dhead, cotangents[0]), None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _chunk_loss(layout, vocab_size, x, head, targets):
-    """Negative log likelihoods [B, N, C] and their gradient by the logits [B, N, C, V], in at least float32."""
+def _chunk_loss(layout, vocab_size, objective, x, head, targets):
+    """((objective, cross-entropy), each [B, N, C]; the first one's gradient by the logits [B, N, C, V]), in at least
+    float32."""
     cut = layout.spec("batch", "seq", None, "vocab")
     logits = jnp.einsum("bncd,dv->bncv", x, head, out_sharding=cut, preferred_element_type=widened(x.dtype))
     token = jnp.arange(head.shape[1], dtype=targets.dtype, out_sharding=layout.spec("vocab"))[None, None, None]
+    is_true = token < vocab_size
     if head.shape[1] > vocab_size:
-        logits = jnp.where(token < vocab_size, logits, -jnp.inf)
+        logits = jnp.where(is_true, logits, -jnp.inf)
     is_target = token == targets[..., None]
-    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    shifted = logits - largest
     exp = jnp.exp(shifted)
     total = jnp.sum(exp, axis=-1)
-    at_target = jnp.sum(jnp.where(is_target, shifted, jnp.zeros((), shifted.dtype)), axis=-1)
-    return jnp.log(total) - at_target, exp / total[..., None] - is_target.astype(exp.dtype)
+    zero = jnp.zeros((), shifted.dtype)
+    at_target = jnp.sum(jnp.where(is_target, shifted, zero), axis=-1)
+    nll = jnp.log(total) - at_target
+    softmax = exp / total[..., None]
+    loss, gradient = nll, softmax - is_target.astype(exp.dtype)
+    if objective.label_smoothing:
+        share = objective.label_smoothing
+        mean = jnp.sum(jnp.where(is_true, shifted, zero), axis=-1) / vocab_size
+        loss = loss + share * (at_target - mean)
+        gradient = gradient + share * (is_target.astype(exp.dtype) - is_true.astype(exp.dtype) / vocab_size)
+    if objective.z_loss:
+        log_sum_exp = jnp.log(total) + largest[..., 0]
+        loss = loss + objective.z_loss * log_sum_exp**2
+        gradient = gradient + 2 * objective.z_loss * log_sum_exp[..., None] * softmax
+    return (loss, nll), gradient
 
 
 def _chunks(layout, padded_vocab, arrays):

@@ -7,11 +7,13 @@ published numbers differ in which they use:
 - model: every query against every key, masked or not. PaLM, appendix B (arXiv 2204.02311), whose formula per
   token is 6 N + 12 L H Q T; Korthikanti et al., equation 7 (arXiv 2205.05198).
 - model_causal: only the query-key pairs that a causal mask leaves.
-- hardware: model, and what rematerialization does again (Korthikanti et al., section 5).
+- hardware: model, and what rematerialization does again (Korthikanti et al., section 5): of the layers' forward pass
+  every product whose result is not kept. (A program leaves out the last projection of a layer, which nobody needs.)
 """
 
 from dataclasses import dataclass
 
+from jaxpar.parallel.remat import Remat
 from models.config import ModelConfig
 from models.count import attention_weights, mlp_weights
 
@@ -56,20 +58,34 @@ def attention_flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -
 def step_flops(config: ModelConfig, num_tokens: int, seq_len: int, remat: str) -> StepFlops:
     """FLOPs of one training step over num_tokens tokens in all (devices, microbatches), seq_len a sequence.
 
-    remat: "none" keeps every activation; "full" runs the layers' forward once more in the backward pass, the
-    head's not. ValueError for any other. Sources: PaLM, appendix B; Korthikanti et al., section 5.
+    remat: as parallel.remat has it; the head's forward is never run again. ValueError for any other. Sources: PaLM,
+    appendix B; Korthikanti et al., section 5.
     """
-    if remat not in ("none", "full"):
-        raise ValueError(f"remat is {remat!r}; it must be 'none' or 'full'")
     matmul = matmul_flops_per_token(config)
     attention = attention_flops_per_token(config, seq_len, causal=False)
     model = 3 * (matmul + attention)
-    recomputed = layers_matmul_flops_per_token(config) + attention if remat == "full" else 0.0
+    recomputed = recomputed_flops_per_token(config, seq_len, Remat.parse(remat, config.num_layers))
     return StepFlops(
         model=num_tokens * model,
         model_causal=num_tokens * 3 * (matmul + attention_flops_per_token(config, seq_len, causal=True)),
         hardware=num_tokens * (model + recomputed),
     )
+
+
+def recomputed_flops_per_token(config: ModelConfig, seq_len: int, remat: Remat) -> float:
+    """FLOPs per token of what all layers' forward pass computes a second time, attention in full."""
+    if remat.keeps_all:
+        return 0.0
+    query = config.embed_dim * config.num_heads * config.head_dim
+    key = config.embed_dim * config.num_kv_heads * config.head_dim
+    mlp = config.embed_dim * config.mlp_dim
+    weights = {"query": query, "key": key, "value": key, "attention_out": query, "mlp_up": mlp, "mlp_out": mlp}
+    if config.mlp == "swiglu":
+        weights["mlp_gate"] = mlp
+    matmul = 2.0 * config.num_layers * sum(size for name, size in weights.items() if name not in remat.saves)
+    # Scores are wanted by attention's own backward pass even where its result is kept.
+    attention = attention_flops_per_token(config, seq_len, causal=False)
+    return matmul + (attention / 2 if "attention" in remat.saves else attention)
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak_flops_per_device: float) -> float:

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from jaxpar.parallel.axes import (
     ACTIVATION_RULES,
     PARAMETER_RULES,
+    STATE_RULES,
     TOKEN_AXES,
     axes_of,
     mesh_axes,
     padded_vocab,
     partition_spec,
+    without,
 )
+from jaxpar.parallel.remat import Remat
 from models.config import ModelConfig
 
 Traffic = dict[str, dict[str, int]]
@@ -37,10 +40,10 @@ class TrafficSettings:
     num_microbatches: int = 1
     compute_bytes: int = 2
     reduce_bytes: int = 4
-    master_bytes: int = 4
     sequence_parallel: bool = True
     reshard_after_forward: bool = True
     remat: str = "full"
+    zero: int = 3
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class _Parameter:
     summed_over: tuple[str, ...]
     layers: int
     gathers: int
-    """All-gathers per microbatch, in units of the whole weight."""
+    """All-gathers per microbatch under FSDP, in units of the whole weight."""
 
 
 def step_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
@@ -74,16 +77,23 @@ _Flow = tuple[Sequence[str] | frozenset[str], str, int]
 def _weights(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
     """FSDP's gathers and reduce-scatters, and the sums that are left to the end of the step."""
     for parameter in _parameters(config, settings):
-        spec = partition_spec(parameter.names, PARAMETER_RULES, settings.mesh, parameter.dims)
+        rules = PARAMETER_RULES if settings.zero == 3 else STATE_RULES
+        spec = partition_spec(parameter.names, rules, settings.mesh, parameter.dims)
         fsdp = mesh_axes(spec) & TOKEN_AXES
         whole = parameter.layers * math.prod(parameter.dims) // _size(settings, mesh_axes(spec) - TOKEN_AXES)
-        yield fsdp, "all-gather", settings.num_microbatches * parameter.gathers * whole * settings.compute_bytes
-        scattered = settings.num_microbatches * whole * settings.reduce_bytes if parameter.gathers else 0
+        if settings.zero == 3:
+            gathers = settings.num_microbatches * parameter.gathers
+            scatters = settings.num_microbatches * min(parameter.gathers, 1)
+        else:
+            gathers = 1
+            scatters = 1 if settings.zero == 1 else settings.num_microbatches
+        yield fsdp, "all-gather", gathers * whole * settings.compute_bytes
+        scattered = scatters * whole * settings.reduce_bytes
         for axis in (axis for partition in spec.partitions for axis in axes_of(partition) if axis in fsdp):
             yield (axis,), "reduce-scatter", scattered
             scattered //= settings.mesh[axis]
         owed = _activation_axes(parameter.summed_over, settings) - mesh_axes(spec)
-        yield owed, "all-reduce", whole // _size(settings, fsdp) * settings.master_bytes
+        yield owed, "all-reduce", whole // _size(settings, fsdp) * settings.reduce_bytes
 
 
 def _parameters(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Parameter]:
@@ -91,11 +101,14 @@ def _parameters(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Par
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     tokens, residual = ("batch", "seq"), ("batch", "residual_seq")
 
+    # A layer in a group of several is gathered to make the group's inputs again, too.
+    alone, grouped = _group_sizes(config, settings)
+
     def kernels(*shapes: tuple[tuple[str, int], ...]) -> Iterator[_Parameter]:
-        gathers = 2 if settings.reshard_after_forward else 1
         for shape in shapes:
             names, dims = zip(*shape)
-            yield _Parameter(dims, names, tokens, depth, gathers)
+            for layers, again in (alone, 1), (grouped, 2):
+                yield _Parameter(dims, names, tokens, layers, 1 + again * settings.reshard_after_forward)
 
     d, h, k, f = ("embed", embed), ("heads", heads), ("kv_heads", kv_heads), ("mlp", hidden)
     p = ("head_dim", head_dim)
@@ -134,12 +147,16 @@ def _activations(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Fl
     stream = times * tokens * config.embed_dim * settings.compute_bytes
     tensor = ("tensor",)
 
-    # Into and out of each half block and into the loss; full remat does all again but each layer's last sum.
-    again = 1 if settings.remat == "full" else 0
+    # Into and out of each half block and into the loss. What is done again leaves out a layer's last sum, unless other
+    # layers of its group follow from it, and attention's where its result is kept.
+    remat = Remat.parse(settings.remat, config.num_layers)
+    alone, grouped = _group_sizes(config, settings)
     entries, exits = 2 * config.num_layers, 2 * config.num_layers
-    sums = exits + again * exits // 2 + entries + 1
+    entries_again = 0 if remat.keeps_all else entries
+    exits_again = 0 if remat.keeps_all or "attention_out" in remat.saves else alone + 2 * grouped
+    sums = exits + exits_again + entries + 1
     if settings.sequence_parallel:
-        yield tensor, "all-gather", (entries + again * entries + 1 + exits) * stream
+        yield tensor, "all-gather", (entries + entries_again + 1 + exits) * stream
         yield tensor, "reduce-scatter", sums * stream
     else:
         yield tensor, "all-reduce", sums * stream
@@ -160,7 +177,10 @@ def _activations(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Fl
 def _lookup(
     settings: TrafficSettings, dims: tuple[int, int], names: tuple[str, str], stream: int, tokens: int
 ) -> Iterator[_Flow]:
-    rows, columns = map(axes_of, partition_spec(names, PARAMETER_RULES, settings.mesh, dims).partitions)
+    spec = partition_spec(names, PARAMETER_RULES, settings.mesh, dims)
+    if settings.zero < 3:
+        spec = without(spec, TOKEN_AXES)
+    rows, columns = map(axes_of, spec.partitions)
     part = settings.mesh["tensor"] if settings.sequence_parallel else 1
     ids = 4 * tokens * _size(settings, columns)
     yield columns, "all-gather", ids if rows else ids // part  # once: the backward pass uses the same
@@ -171,6 +191,13 @@ def _lookup(
         yield rows, "all-gather", stream
     else:
         yield rows, "all-reduce", stream
+
+
+def _group_sizes(config: ModelConfig, settings: TrafficSettings) -> tuple[int, int]:
+    """(layers that are recomputed one by one, layers in larger groups)."""
+    every = Remat.parse(settings.remat, config.num_layers).every
+    alone = config.num_layers if every == 1 else int(config.num_layers % every == 1)
+    return alone, config.num_layers - alone
 
 
 def _kv_heads_cut(config: ModelConfig, settings: TrafficSettings) -> bool:

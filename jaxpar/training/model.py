@@ -4,7 +4,7 @@ Everything after this file (gradients, optimizers, checkpoints) sees nested dict
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar.parallel import zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.vocab import Objective
 from models.config import ModelConfig
 from models.transformer import Transformer
 
@@ -28,6 +31,7 @@ class Model:
     config: ModelConfig
     layout: Layout
     dtype: jnp.dtype
+    objective: Objective = field(default_factory=Objective)
 
     @cached_property
     def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
@@ -63,11 +67,42 @@ class Model:
     def owed(self) -> PyTree:
         """The axes over which each gradient stays unsummed until the end of a step."""
 
-        def axes(param):
-            sharding = self._sharding(param)
-            return self.layout.owed_axes(sharding.spec, param.summed_over) if sharding else frozenset()
+        return self._declared(lambda param: self._owed_axes(param, lambda spec: spec))
 
-        return self._declared(axes)
+    @cached_property
+    def whole_owed(self) -> PyTree:
+        """The same where the gradient is by a weight's whole copy, of which no part is summed on the way (ZeRO-1)."""
+        return self._declared(lambda param: self._owed_axes(param, self.layout.whole_spec))
+
+    def _owed_axes(self, param: Any, of: Callable[[P], P]) -> frozenset[str]:
+        sharding = self._sharding(param)
+        return self.layout.owed_axes(of(sharding.spec), param.summed_over) if sharding else frozenset()
+
+    @property
+    def keeps_whole_weights(self) -> bool:
+        """Whether a step computes with whole copies of the weights, kept beside the master parameters (ZeRO-1, 2)."""
+        return self.layout.mesh is not None and self.layout.zero < 3
+
+    def whole(self, params: PyTree) -> PyTree:
+        """Those copies: kernels and embeddings in compute dtype, vectors as they are."""
+
+        def copy(param: Array, names: tuple[str | None, ...]) -> Array:
+            return zero.whole(param, self.layout.compute_dtype if "embed" in names else param.dtype)
+
+        return jax.tree.map(copy, params, self.names)
+
+    @cached_property
+    def abstract_whole(self) -> PyTree:
+        """Shapes, dtypes and shardings of `whole`."""
+
+        def like(param: Any) -> jax.ShapeDtypeStruct:
+            sharding = self._sharding(param)
+            dtype = self.layout.compute_dtype if "embed" in param.axes else param.dtype
+            assert sharding is not None
+            spec = self.layout.whole_spec(sharding.spec)
+            return jax.ShapeDtypeStruct(param.shape, dtype, sharding=self.layout.sharding(spec))
+
+        return self._declared(like)
 
     def _sharding(self, param: Any) -> NamedSharding | None:
         if self.layout.mesh is None:
@@ -85,8 +120,9 @@ class Model:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(self._build(key))), out_shardings=shardings)
 
-    def loss(self, params: PyTree, batch: Batch) -> Float[Array, ""]:
-        return self._module(params).loss(batch, self.layout)
+    def loss(self, params: PyTree, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """(what is minimised, the cross-entropy alone), each a sum of the batch's loss_weights."""
+        return self._module(params).loss(batch, self.layout, self.objective)
 
     def logits_at(self, params: PyTree, batch: Batch, index: Int[Array, ""]) -> Float[Array, "B V"]:
         return self._module(params).logits_at(batch, index, self.layout)

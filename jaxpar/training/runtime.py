@@ -1,27 +1,11 @@
 """What must be settled before JAX starts: devices, number formats, the cache of compiled programs."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.config import Config
-
-
-@dataclass(frozen=True)
-class Precision:
-    """dtypes of the master parameters (and gradient accumulators), of compute, and of FSDP's gradient sums."""
-
-    params: jnp.dtype
-    compute: jnp.dtype
-    reduce: jnp.dtype
-
-
-def precision(name: str) -> Precision:
-    master = jnp.dtype("float64") if name == "float64" else jnp.dtype("float32")
-    return Precision(params=master, compute=jnp.dtype(name), reduce=master)
 
 
 def prepare(config: Config) -> None:

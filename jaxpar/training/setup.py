@@ -7,8 +7,10 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.remat import Remat, check_offload
+from jaxpar.parallel.vocab import Objective
 from jaxpar.training.model import Model
-from jaxpar.training.runtime import precision
+from jaxpar.training.precision import Precision
 from meshes import build_mesh
 
 _NOT_YET = {"pipe": "pipeline parallelism", "context": "context parallelism"}
@@ -22,17 +24,22 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 def make_model(config: Config, mesh: Mesh | None) -> Model:
     """The config's model on a mesh, or with None on one device without one. Raises ValueError for sizes that the
     mesh cannot cut."""
-    dtypes = precision(config.run.precision)
+    dtypes = Precision.of(config.run)
+    parallel = config.parallel
     layout = Layout(
         mesh=mesh,
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
-        sequence_parallel=config.parallel.sequence_parallel,
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        remat=config.parallel.remat,
+        sequence_parallel=parallel.sequence_parallel,
+        reshard_after_forward=parallel.reshard_after_forward,
+        remat=Remat.parse(parallel.remat, config.model.num_layers),
+        zero=parallel.zero,
+        is_fp8=config.run.matmul == "fp8",
     )
     check(config, layout)
-    return Model(config.model, layout, dtypes.params)
+    return Model(
+        config.model, layout, dtypes.params, Objective(config.optimizer.z_loss, config.optimizer.label_smoothing)
+    )
 
 
 def check(config: Config, layout: Layout) -> None:
@@ -40,6 +47,8 @@ def check(config: Config, layout: Layout) -> None:
     for axis, what in _NOT_YET.items():
         if layout.axis_size(axis) > 1:
             raise ValueError(f"--mesh has {axis}={layout.axis_size(axis)}, but there is no {what} yet; set {axis}=1")
+    if layout.mesh is not None:
+        check_offload(layout.remat, layout.mesh.devices.flat[0])
     layout.check_divisible(config.data.batch_size, "batch", "--batch-size", config.parallel.grad_accumulation)
     layout.check_divisible(config.data.seq_len, "residual_seq", "--seq-len")
     layout.check_divisible(config.model.num_heads, "heads", "--model.num-heads")

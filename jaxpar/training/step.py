@@ -1,4 +1,4 @@
-"""One training step: the loss of a step's microbatches, their gradients summed once, an optimizer's update."""
+"""One training step: gradients, an optimizer's update, and the state that goes from one step to the next."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
 from jaxpar.training import optimizer as optimizers
+from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
+from jaxpar.training.precision import LossScale, round_stochastically
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +25,12 @@ class TrainState:
     step: Int[Array, ""]
     """Steps done."""
     params: PyTree
+    """The master copy."""
     opt_state: PyTree
+    whole: PyTree | None = None
+    """`model.whole(params)` under ZeRO-1 and 2."""
+    loss_scale: LossScale | None = None
+    """In float16."""
 
 
 @jax.tree_util.register_dataclass
@@ -37,67 +44,75 @@ class StepMetrics:
     """Valid tokens of this step."""
 
 
-def loss_and_grads(model: Model, params: PyTree, batch: Batch) -> tuple[Array, PyTree, Array]:
-    """(loss, gradients, valid tokens) of a batch of stacked microbatches [M, B, S].
-
-    The loss is one sum over tokens divided by the count of valid ones in the whole step, which is known before the
-    first backward pass: neither microbatches nor shards of unequal counts weigh more than their tokens.
-    """
-    layout = model.layout
-    num_tokens = jnp.sum(batch.loss_weights)
-    weights = (batch.loss_weights / jnp.maximum(num_tokens, 1.0)).astype(model.dtype)
-    batch = Batch(batch.tokens, batch.targets, batch.positions, batch.segment_ids, weights)
-    params = layout.owe(params, model.owed)
-    value_and_grad = jax.value_and_grad(model.loss)
-
-    def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
-
-    if batch.tokens.shape[0] == 1:
-        loss, grads = value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
-    else:
-        zeros = jnp.zeros((), model.dtype), layout.zeros_owed(params, model.dtype)
-        (loss, grads), _ = lax.scan(add, zeros, batch)
-    return loss, layout.settle(grads), num_tokens
-
-
 def make_step(
     model: Model, optimizer: optax.GradientTransformation, clip_norm: float
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The function to compile: (state, batch [M, B, S]) -> (state of the same types, metrics)."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        loss, grads, num_tokens = loss_and_grads(model, state.params, batch)
+        scale = state.loss_scale.scale if state.loss_scale is not None else None
+        loss, grads, num_tokens = loss_and_grads(model, state.params, batch, whole=state.whole, scale=scale)
         grad_norm = optax.tree.norm(grads)
         grads = optimizers.clip(grads, grad_norm, clip_norm)
+        params = wide(state.params)
         with jax.numpy_dtype_promotion("standard"):  # optax counts on it; our own code runs under "strict"
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state), StepMetrics(loss, grad_norm, num_tokens)
+            updates, opt_state = optimizer.update(grads, state.opt_state, params)
+            params = optax.apply_updates(params, updates)
+        if model.dtype == jnp.bfloat16:
+            params = round_stochastically(params, model.dtype, state.step)
+        loss_scale = None
+        if state.loss_scale is not None:
+            is_finite = jnp.isfinite(grad_norm)
+            loss_scale = state.loss_scale.after(is_finite)
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(is_finite, new, old), (params, opt_state), (state.params, state.opt_state)
+            )
+        whole = model.whole(params) if model.keeps_whole_weights else None
+        state = TrainState(state.step + 1, params, opt_state, whole, loss_scale)
+        return state, StepMetrics(loss, grad_norm, num_tokens)
 
     return step
 
 
+def wide(params: PyTree) -> PyTree:
+    """What an optimizer sees of the parameters: in at least float32."""
+    return jax.tree.map(lambda p: p.astype(widened(p.dtype)), params)
+
+
 def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> TrainState:
     """Shapes, dtypes and shardings of a state: optimizer state lies as its parameter does."""
+
+    def like(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=model.layout.whole())
+
     opt_state = optax.tree.map_params(
         optimizer,
         lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
-        jax.eval_shape(optimizer.init, model.abstract),
+        jax.eval_shape(lambda params: optimizer.init(wide(params)), model.abstract),
         model.abstract,
-        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=model.layout.whole()),
+        transform_non_params=like,
     )
-    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=model.layout.whole())
-    return TrainState(step, model.abstract, opt_state)
+    return TrainState(
+        step=like(jax.ShapeDtypeStruct((), jnp.int32)),
+        params=model.abstract,
+        opt_state=opt_state,
+        whole=model.abstract_whole if model.keeps_whole_weights else None,
+        loss_scale=jax.tree.map(like, jax.eval_shape(LossScale.initial)) if _is_scaled(model) else None,
+    )
+
+
+def _is_scaled(model: Model) -> bool:
+    return model.layout.compute_dtype == jnp.float16
 
 
 def init_state(model: Model, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """Step 0, made where it will lie."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer))
     params = model.init(seed)
-    zeros = jax.jit(
-        lambda params: (jnp.zeros((), jnp.int32), optimizer.init(params)),
-        out_shardings=(shardings.step, shardings.opt_state),
-    )
-    step, opt_state = zeros(params)
-    return TrainState(step, params, opt_state)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer))
+
+    def start(params: PyTree) -> TrainState:
+        whole = model.whole(params) if model.keeps_whole_weights else None
+        loss_scale = LossScale.initial() if _is_scaled(model) else None
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(wide(params)), whole, loss_scale)
+
+    return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
