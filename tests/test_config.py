@@ -90,10 +90,7 @@ def test_bad_settings(args, message, monkeypatch, tmp_path):
         ("[runn]\nsteps = 3", "unknown key 'runn'; did you mean 'run'?"),
         ("run = 3", "run is 3; it must be a table"),
         ("[run]\nsteps = 'many'", "run: steps is 'many'; it must be of type int"),
-        (
-            "[run]\nprecision = 'half'",
-            "run: precision is 'half'; it must be one of bfloat16, float16, float32, float64",
-        ),
+        ("[run]\nprecision = 'half'", "run: precision is 'half'; it must be one of bfloat16, float16, float32, float64"),
         ("[run", "is not valid TOML"),
     ],
 )

@@ -155,7 +155,7 @@ def draw(plot: Plot, rows: Rows) -> "Figure | None":
         shown.append(smooth)
         if len(steps) >= MIN_POINTS and curve.noisy:
             axes.plot(*thinned(steps, values), color=color, linewidth=0.7, alpha=0.3)
-        marks = {"marker": "o", "markersize": 4} if curve.marked or len(steps) == 1 else {}
+        marks: dict[str, Any] = {"marker": "o", "markersize": 4} if curve.marked or len(steps) == 1 else {}
         axes.plot(*thinned(at, smooth), color=color, linewidth=1.7, label=curve.label, **marks)
     _set_limits(axes, shown, from_zero=plot.title != "Loss")
     if len(curves) > 1:

@@ -13,11 +13,12 @@ class StopOnSignal:
     there were no context."""
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+        self.reason = ""
+        """The signal's name."""
         self._before: dict[signal.Signals, Any] = {}
 
     def requested(self) -> bool:
-        return self.received is not None
+        return bool(self.reason)
 
     def __enter__(self) -> "StopOnSignal":
         self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
@@ -29,10 +30,10 @@ class StopOnSignal:
         self._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
+        self.reason = signal.Signals(number).name
         self._restore()
         # Not print: the signal may have come while that was at work.
-        os.write(2, f"{self.received.name}: stopping after this step; once more: at once\n".encode())
+        os.write(2, f"{self.reason}: stopping after this step; once more: at once\n".encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
