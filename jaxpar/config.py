@@ -149,7 +149,7 @@ class RunConfig:
     trackers: Annotated[str, _alias("trackers")] = ""
     """Where else metrics go: any of tensorboard, wandb, mlflow, separated by commas."""
     profile: Annotated[str, _alias("profile")] = ""
-    """START:STOP: trace these steps for XProf, into the run directory's profile/."""
+    """START:STOP: trace these steps, both included, for XProf, into the run directory's profile/."""
     emulate: Annotated[int, _alias("emulate")] = 0
     """Run on this many emulated CPU devices (of this process); 0: on the devices that there are."""
     coordinator: Annotated[str, _alias("coordinator")] = ""

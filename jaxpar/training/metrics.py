@@ -1,6 +1,8 @@
 """What a step is worth: tokens per second and model FLOPs utilisation, from its measured time."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +19,8 @@ class Meter:
     """Turns each step's metrics into a row of metrics.jsonl, in order.
 
     A step's time is from the end of the one before to its own, so it holds whatever the step waited for: data, host,
-    devices. MFU by five steps: matmul FLOPs of the forward pass, plus twice that for the backward; over the devices'
-    peak; over the measured time.
+    devices; but not what goes on while `paused`. MFU by five steps: matmul FLOPs of the forward pass, plus twice that
+    for the backward; over the devices' peak; over the measured time.
     """
 
     config: Config
@@ -27,10 +29,25 @@ class Meter:
     learning_rate: optax.Schedule
     tokens: int
     """Valid tokens that the model has seen so far."""
-    _last: float = field(default_factory=time.perf_counter)
+    memory: Callable[[], int | None]
+    """Bytes in use on the fullest device (`DeviceMemory.peak_bytes`)."""
+    _last: float = field(default_factory=time.perf_counter, init=False)
 
-    def row(self, step: int, metrics: StepMetrics) -> dict[str, Any]:
-        """Waits for the step; `step` counts from 1."""
+    def start(self) -> None:
+        """The first step's time begins."""
+        self._last = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Evaluation, checkpoints, profiles: in no step's time."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._last += time.perf_counter() - start
+
+    def row(self, step: int, metrics: StepMetrics, data_seconds: float) -> dict[str, Any]:
+        """Waits for the step; `step` counts from 1, `data_seconds` is what it waited for its batch."""
         loss, grad_norm, num_tokens = (float(x) for x in (metrics.loss, metrics.grad_norm, metrics.num_tokens))
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -41,7 +58,7 @@ class Meter:
         def utilisation(flops: float) -> float:
             return mfu(flops, seconds, self.num_devices, self.peak.per_device)
 
-        return {
+        row: dict[str, Any] = {
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
@@ -52,4 +69,10 @@ class Meter:
             "mfu": utilisation(flops.model),
             "mfu_causal": utilisation(flops.model_causal),
             "hfu": utilisation(flops.hardware),
+            "eval_loss": None,
+            "memory_bytes": self.memory(),
+            "data_seconds": data_seconds,
         }
+        if (norms := getattr(metrics, "norms", None)) is not None:
+            row["norms"] = {group: [float(x) for x in pair] for group, pair in norms.items()}
+        return row

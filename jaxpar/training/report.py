@@ -1,5 +1,6 @@
 """What a person sees of a run: a progress bar, or lines where there is no terminal, and the curve of its loss."""
 
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ class ProgressReport:
         self.console = console
         self.every = min(100, max(1, (last - first) // 20))
         self.last = last
+        self.evaluation = ""
         self.bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -37,18 +39,27 @@ class ProgressReport:
 
     def update(self, row: dict[str, Any]) -> None:
         text = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  MFU {row['mfu']:.1%}"
-        self.bar.update(self.task, completed=row["step"], description=text)
-        if not self.console.is_terminal and (row["step"] % self.every == 0 or row["step"] == self.last):
+        evaluated = row["eval_loss"] is not None
+        if evaluated:
+            self.evaluation = f"  eval loss {row['eval_loss']:.4f}"
+        self.bar.update(self.task, completed=row["step"], description=text + self.evaluation)
+        due = row["step"] % self.every == 0 or row["step"] == self.last or evaluated
+        if not self.console.is_terminal and due:
+            text += self.evaluation if evaluated else ""
             self.console.print(f"step {row['step']}/{self.last}  {text}", highlight=False)
 
 
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss over tokens, as a PNG."""
+    """Loss, and evaluation loss where there is any, over tokens, as a PNG."""
     from matplotlib.figure import Figure  # a second to import, which no run should wait for at its start
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([row["tokens"] for row in rows], [row["loss"] for row in rows], color="#1f6fb4", linewidth=1.5)
+    evaluated = [row for row in rows if math.isfinite(row.get("eval_loss") or math.nan)]
+    if evaluated:
+        axes.plot([row["tokens"] for row in evaluated], [row["eval_loss"] for row in evaluated], "o-", color="#d9662b")
+        axes.legend(["training", "evaluation"], frameon=False)
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
