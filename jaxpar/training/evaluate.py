@@ -17,10 +17,7 @@ EvalStep = Callable[[PyTree, Batch], tuple[Float[Array, ""], Float[Array, ""]]]
 
 
 def make_eval_step(model: Model) -> EvalStep:
-    """The function to compile: (params, batch [M, B, S]) -> (sum of negative log-likelihoods in nats, valid tokens).
-
-    The model's layout must have neither z-loss nor label smoothing: its loss is then the cross-entropy alone.
-    """
+    """The function to compile: (params, batch [M, B, S]) -> (sum of negative log-likelihoods in nats, valid tokens)."""
     dtype = widened(model.layout.compute_dtype)
 
     def step(params: PyTree, batch: Batch) -> tuple[Array, Array]:
@@ -28,7 +25,7 @@ def make_eval_step(model: Model) -> EvalStep:
         weighted = Batch(batch.tokens, batch.targets, batch.positions, batch.segment_ids, weights)
 
         def add(total: Array, microbatch: Batch) -> tuple[Array, None]:
-            return total + model.loss(params, microbatch), None
+            return total + model.loss(params, microbatch)[1], None
 
         nll, _ = lax.scan(add, jnp.zeros((), dtype), weighted)
         return nll, jnp.sum(weights)

@@ -73,6 +73,6 @@ class Meter:
             "memory_bytes": self.memory(),
             "data_seconds": data_seconds,
         }
-        if (norms := getattr(metrics, "norms", None)) is not None:
-            row["norms"] = {group: [float(x) for x in pair] for group, pair in norms.items()}
+        if metrics.norms is not None:
+            row["norms"] = {group: [float(x) for x in pair] for group, pair in metrics.norms.items()}
         return row

@@ -14,6 +14,7 @@ from jaxpar.parallel.batch import Batch
 from jaxpar.training import optimizer as optimizers
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
+from jaxpar.training.norms import group_norms
 from jaxpar.training.precision import LossScale, round_stochastically
 
 
@@ -42,10 +43,12 @@ class StepMetrics:
     """Global, before clipping."""
     num_tokens: Float[Array, ""]
     """Valid tokens of this step."""
+    norms: dict[str, tuple[Array, Array]] | None = None
+    """Of each group of parameters and of its gradient, where asked for."""
 
 
 def make_step(
-    model: Model, optimizer: optax.GradientTransformation, clip_norm: float
+    model: Model, optimizer: optax.GradientTransformation, clip_norm: float, log_norms: bool = False
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The function to compile: (state, batch [M, B, S]) -> (state of the same types, metrics)."""
 
@@ -53,6 +56,10 @@ def make_step(
         scale = state.loss_scale.scale if state.loss_scale is not None else None
         loss, grads, num_tokens = loss_and_grads(model, state.params, batch, whole=state.whole, scale=scale)
         grad_norm = optax.tree.norm(grads)
+        norms = None
+        if log_norms:
+            of_params, of_grads = group_norms(state.params), group_norms(grads)
+            norms = {group: (of_params[group], of_grads[group]) for group in of_params}
         grads = optimizers.clip(grads, grad_norm, clip_norm)
         params = wide(state.params)
         with jax.numpy_dtype_promotion("standard"):  # optax counts on it; our own code runs under "strict"
@@ -69,7 +76,7 @@ def make_step(
             )
         whole = model.whole(params) if model.keeps_whole_weights else None
         state = TrainState(state.step + 1, params, opt_state, whole, loss_scale)
-        return state, StepMetrics(loss, grad_norm, num_tokens)
+        return state, StepMetrics(loss, grad_norm, num_tokens, norms)
 
     return step
 
