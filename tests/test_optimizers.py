@@ -31,11 +31,11 @@ MODEL = ModelConfig(
     qk_norm=True,
 )
 NUM_STEPS = 10
-KERNELS = {
+MATRICES = {
     *(f"blocks.attention.{name}" for name in ("query", "key", "value", "out")),
     *(f"blocks.mlp.{name}" for name in ("gate", "up", "down")),
-    "head",
 }
+KERNELS = {*MATRICES, "head"}
 CONFIGS = {
     "adamw": OptimizerConfig(),
     "adafactor": OptimizerConfig(name="adafactor", schedule="rsqrt"),
@@ -101,20 +101,37 @@ def by_hand(name: str) -> optax.GradientTransformation:
             rms = optax.scale_by_rms(c.beta2, c.eps, eps_in_sqrt=False, bias_correction=True)
             return optax.contrib.schedule_free(optax.chain(rms, decayed), rate, c.beta1)
         case "muon":
-            dims = {name: matrix_of(name) if name in KERNELS - {"head"} else None for name in NAMES}
-            return optax.contrib.muon(
+            matrices = optax.contrib.muon(
                 rate,
                 beta=c.beta1,
                 eps=c.eps,
                 weight_decay=c.weight_decay,
-                weight_decay_mask={name: mask[name] if dims[name] else optax.MaskedNode() for name in NAMES},
-                adam_b1=c.beta1,
-                adam_b2=c.beta2,
-                adam_weight_decay=c.weight_decay,  # of the head, the one kernel that is not Muon's
-                muon_weight_dimension_numbers=dims,
+                muon_weight_dimension_numbers={name: matrix_of(name) for name in MATRICES},
                 consistent_rms=0.2,
             )
+            # optax.contrib.muon's own Adam is Nesterov's too
+            rest = {name: decays for name, decays in mask.items() if name not in MATRICES}
+            adamw = optax.adamw(rate, c.beta1, c.beta2, c.eps, weight_decay=c.weight_decay, mask=rest)
+            labels = {name: "muon" if name in MATRICES else "adamw" for name in NAMES}
+            return side_by_side({"muon": matrices, "adamw": adamw}, labels)
     raise AssertionError(name)
+
+
+def side_by_side(
+    kinds: dict[str, optax.GradientTransformation], labels: dict[str, str]
+) -> optax.GradientTransformation:
+    def of(tree: dict, kind: str) -> dict:
+        return {name: leaf for name, leaf in tree.items() if labels[name] == kind}
+
+    def init(params):
+        return {kind: tx.init(of(params, kind)) for kind, tx in kinds.items()}
+
+    def update(grads, state, params):
+        both = {kind: tx.update(of(grads, kind), state[kind], of(params, kind)) for kind, tx in kinds.items()}
+        updates = {name: update for updates, _ in both.values() for name, update in updates.items()}
+        return {name: updates[name] for name in grads}, {kind: new for kind, (_, new) in both.items()}
+
+    return optax.GradientTransformation(init, update)
 
 
 def matrix_of(name: str) -> optax.contrib.MuonDimensionNumbers:
@@ -234,19 +251,17 @@ def test_sharded_is_optax_on_one_device(name, mesh):
             value = np.asarray(leaf)
             true = value[tuple(slice(size) for size in want[path].shape)]
             moved = np.abs(want[path] - start[path]).max()
-            assert moved > 1e-4, path
-            assert np.abs(true - want[path]).max() <= 1e-9 * max(moved, 1.0), path
+            assert moved > 1e-5, path
+            assert np.abs(true - want[path]).max() <= 1e-9 * moved, path
             assert np.count_nonzero(value) == np.count_nonzero(true), path  # padding stays zero
 
 
 def test_muon_moves_shards_and_gathers_no_stack():
     """Layers that fsdp divides are dealt out: four all-to-alls' worth of bytes, and only scalars besides."""
     model, mesh = model_on("fsdp=4")
-    _, step = compiled_update(
-        optimizer.make(CONFIGS["muon"], NUM_STEPS, model.names, VOCAB), model.abstract, mesh
-    )
+    _, step = compiled_update(optimizer.make(CONFIGS["muon"], NUM_STEPS, model.names, VOCAB), model.abstract, mesh)
     traffic = summarize(read_collectives(step.as_text(), mesh.shape))
-    shards = sum(math.prod(leaf.shape) // 4 * 8 for name, leaf in dotted(model.abstract).items() if name in KERNELS - {"head"})
+    shards = sum(math.prod(leaf.shape) // 4 * 8 for name, leaf in dotted(model.abstract).items() if name in MATRICES)
     assert {axes: set(ops) for axes, ops in traffic.items()} == {"fsdp": {"all-to-all"}}
     assert traffic["fsdp"]["all-to-all"]["bytes"] == 2 * shards
 
@@ -255,9 +270,19 @@ def test_muon_moves_shards_and_gathers_no_stack():
     ("shape", "spec", "sizes", "specs"),
     [
         # embed and mlp move to the layers, one axis at a time
-        ((8, 32, 48), P(None, "fsdp", "tensor"), (1, 4, 2), [P(None, "fsdp", "tensor"), P("tensor", "fsdp"), P(("tensor", "fsdp"))]),
+        (
+            (8, 32, 48),
+            P(None, "fsdp", "tensor"),
+            (1, 4, 2),
+            [P(None, "fsdp", "tensor"), P("tensor", "fsdp"), P(("tensor", "fsdp"))],
+        ),
         # six layers divide by tensor only: fsdp goes to the longer side
-        ((6, 32, 48), P(None, "fsdp", "tensor"), (1, 4, 2), [P(None, "fsdp", "tensor"), P("tensor", "fsdp"), P("tensor", None, "fsdp")]),
+        (
+            (6, 32, 48),
+            P(None, "fsdp", "tensor"),
+            (1, 4, 2),
+            [P(None, "fsdp", "tensor"), P("tensor", "fsdp"), P("tensor", None, "fsdp")],
+        ),
         # copies over data share the work
         ((8, 32, 48), P(None, "fsdp"), (2, 4, 1), [P(None, "fsdp"), P("fsdp"), P(("fsdp", "data"))]),
         # three layers by four ranks, and three by a shorter side of 32: copies
@@ -293,7 +318,7 @@ def test_schedules_at_their_corners(name, values):
     rate = optimizer.schedule(config, STEPS)
     for step, want in {0: 0.0, 5: PEAK / 4, WARMUP: PEAK, **values}.items():
         np.testing.assert_allclose(float(rate(step)), want, rtol=1e-12, err_msg=f"{name} at {step}")
-        np.testing.assert_allclose(float(jax.jit(rate)(jnp.int32(step))), want, rtol=1e-6)
+        np.testing.assert_allclose(float(standard(jax.jit(rate))(jnp.int32(step))), want, rtol=1e-6)
     assert float(optimizer.schedule(dataclasses.replace(config, warmup_steps=0), STEPS)(0)) == PEAK
     # A warm-up longer than the run ends with it.
     short = optimizer.schedule(config, 10)
@@ -321,7 +346,7 @@ def one_step(tx: optax.GradientTransformation, names, grad: float = 0.0) -> dict
 def test_which_parameters_decay(groups, decaying):
     config = OptimizerConfig(schedule="constant", warmup_steps=0, learning_rate=0.5, decay_groups=groups)
     updates = one_step(optimizer.make(config, 1, model_on("data=1")[0].names), model_on("data=1")[0].names)
-    assert len(updates) == 16
+    assert len(updates) == 17
     assert updates == {name: -0.5 * 0.1 if name in decaying else 0.0 for name in NAMES}
 
 
@@ -337,9 +362,15 @@ def test_learning_rates_of_groups_take_the_first_match():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"decay_groups": "blocks.mpl.up"}, r"--optimizer\.decay-groups 'blocks\.mpl\.up' matches no parameter; did you mean 'blocks\.mlp\.up'\?"),
+        (
+            {"decay_groups": "blocks.mpl.up"},
+            r"--optimizer\.decay-groups 'blocks\.mpl\.up' matches no parameter; did you mean 'blocks\.mlp\.up'\?",
+        ),
         ({"decay_groups": "head,"}, r"--optimizer\.decay-groups '' matches no parameter; known: blocks\.attention"),
-        ({"learning_rate_groups": "heads=2"}, r"learning-rate-groups 'heads' matches no parameter; did you mean 'head'\?"),
+        (
+            {"learning_rate_groups": "heads=2"},
+            r"learning-rate-groups 'heads' matches no parameter; did you mean 'head'\?",
+        ),
         ({"learning_rate_groups": "head"}, r"learning-rate-groups 'head' is not NAME=FACTOR, as in embedding=0\.1"),
         ({"learning_rate_groups": "head=-1"}, r"learning-rate-groups head is -1\.0; it must be at least 0"),
         ({"beta2": 1.0}, r"--optimizer\.beta2 is 1\.0; it must be below 1"),
@@ -431,16 +462,15 @@ def test_average_of_parameters():
 def test_true_shapes_differ_by_the_vocabulary_alone(name):
     model, mesh = model_on("fsdp=4,tensor=2")
     tx = optimizer.make(CONFIGS[name], NUM_STEPS, model.names, VOCAB)
-    true_params = on_host = jax.tree.map(
+    true_params = jax.tree.map(
         lambda leaf, axes: jax.ShapeDtypeStruct(
             tuple(VOCAB if axis == "vocab" else size for axis, size in zip(axes, leaf.shape)), leaf.dtype
         ),
         model.abstract,
         model.names,
     )
-    true, padded = optimizer.true_shapes(tx, on_host), optimizer.abstract_state(tx, model.abstract, mesh)
+    true, padded = optimizer.true_shapes(tx, true_params), optimizer.abstract_state(tx, model.abstract, mesh)
     assert jax.tree.structure(true) == jax.tree.structure(padded)
     pairs = [(a.shape, b.shape) for a, b in zip(jax.tree.leaves(true), jax.tree.leaves(padded))]
     assert all(a == tuple(VOCAB if size == 256 else size for size in b) for a, b in pairs)
     assert any(a != b for a, b in pairs)
-    assert jax.tree.leaves(true_params)
