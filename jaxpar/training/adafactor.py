@@ -29,7 +29,7 @@ class Factored(NamedTuple):
 
 
 class AdafactorState(NamedTuple):
-    count: Int[Array, ""]
+    num_updates: Int[Array, ""]
     second: PyTree
     """Of each parameter: Factored, or an array like it."""
 
@@ -46,7 +46,7 @@ def scale_by_adafactor(names: PyTree, vocab_size: int) -> optax.GradientTransfor
         return AdafactorState(jnp.zeros((), jnp.int32), jax.tree.map(zeros, params, matrices))
 
     def update(grads: PyTree, state: AdafactorState, params: PyTree) -> tuple[PyTree, AdafactorState]:
-        step = (state.count + 1).astype(jnp.float32)
+        step = (state.num_updates + 1).astype(jnp.float32)
         decay = 1.0 - step**-_DECAY
 
         def average(grad: Array, second: Factored | Array, matrix: Matrix | None) -> Factored | Array:
@@ -59,7 +59,9 @@ def scale_by_adafactor(names: PyTree, vocab_size: int) -> optax.GradientTransfor
             return out * jnp.maximum(_EPS[1], _rms(param, axes, vocab_size))
 
         second = jax.tree.map(average, grads, state.second, matrices)
-        return jax.tree.map(scaled, grads, second, matrices, params, names), AdafactorState(state.count + 1, second)
+        return jax.tree.map(scaled, grads, second, matrices, params, names), AdafactorState(
+            state.num_updates + 1, second
+        )
 
     return optax.GradientTransformation(init, update)
 

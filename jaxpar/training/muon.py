@@ -31,7 +31,7 @@ RMS = 0.2
 
 
 class MuonState(NamedTuple):
-    count: Int[Array, ""]
+    num_updates: Int[Array, ""]
     mu: PyTree
 
 
@@ -42,18 +42,18 @@ def scale_by_muon(beta: float, eps: float, matrices: PyTree) -> optax.GradientTr
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def update(grads: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, MuonState]:
-        count = state.count + 1
+        num_updates = state.num_updates + 1
         mu = optax.tree.update_moment(grads, state.mu, beta, 1)
         ahead = jax.tree.map(
             lambda m, g: beta * m + (1 - beta) * g,
-            optax.tree.bias_correction(mu, beta, count + 1),
-            optax.tree.bias_correction(grads, beta, count),
+            optax.tree.bias_correction(mu, beta, num_updates + 1),
+            optax.tree.bias_correction(grads, beta, num_updates),
         )
 
         def direction(x: Array, matrix: Matrix) -> Array:
             return RMS * math.sqrt(max(_size(x, matrix.rows), _size(x, matrix.columns))) * orthogonalize(x, matrix, eps)
 
-        return jax.tree.map(direction, ahead, matrices), MuonState(count, mu)
+        return jax.tree.map(direction, ahead, matrices), MuonState(num_updates, mu)
 
     return optax.GradientTransformation(init, update)
 
