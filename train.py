@@ -47,7 +47,7 @@ def main(args: list[str]) -> None:
     run = RunDirectory.choose(config)
 
     learning_rate = optimizer.schedule(config.optimizer, config.run.steps)
-    tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
+    tx = optimizer.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
     checkpoints = Checkpoints(run.checkpoints, model, tx)
 
     first = checkpoints.latest() or 0

@@ -91,7 +91,7 @@ def build(config: configs.Config) -> tuple[Step, Step]:
         raise ValueError("the plain step has one microbatch and full remat; leave --grad-accumulation and --remat out")
     mesh = setup.make_mesh(config)
     model = setup.make_model(config, mesh)
-    tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
+    tx = optimizer.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
     with jax.set_mesh(mesh):
         batch = jax.device_put(random_batch(config), model.layout.sharding(model.layout.stacked_batch_spec()))
         batch = dataclasses.replace(batch, loss_weights=jnp.ones_like(batch.loss_weights))

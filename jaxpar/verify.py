@@ -195,7 +195,7 @@ def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[
     text = ",".join(f"{axis}={n}" for axis, n in mesh.items())
     gpus = build_mesh(text, "", devices)
     model = setup.make_model(config, gpus)
-    tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
+    tx = optimizer.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
     step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
     with jax.enable_x64(config.run.precision == "float64"):
         # Before the mesh is current: nothing can be computed on devices that are not here.

@@ -27,7 +27,7 @@ def checkpoints(tmp_path, mesh: str, devices: int, **model) -> Checkpoints:
         run=RunConfig(precision="float32"),
     )
     made = setup.make_model(config, setup.make_mesh(config, jax.devices()[:devices]))
-    return Checkpoints(tmp_path / "checkpoints", made, optimizer.adamw(config.optimizer, 10, made.names))
+    return Checkpoints(tmp_path / "checkpoints", made, optimizer.make(config.optimizer, 10, made.names))
 
 
 def state_of(at: Checkpoints) -> TrainState:

@@ -51,7 +51,7 @@ def outcome(config: Config, on_mesh: bool = True):
     """
     mesh = setup.make_mesh(config, jax.devices()[: num_devices(config.parallel.mesh)]) if on_mesh else None
     model = setup.make_model(config, mesh)
-    tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
+    tx = optimizer.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
     with jax.set_mesh(mesh) if mesh is not None else jax.default_device(jax.devices()[0]):
         state = init_state(model, tx, seed=0)
         params = true_sizes(model, state.params)
