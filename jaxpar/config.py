@@ -30,7 +30,7 @@ MAX_EMULATED = 512
 
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "sgd", "muon", "schedule-free"]
-ScheduleName = Literal["cosine", "linear", "wsd", "constant", "rsqrt"]
+ScheduleName = Literal["auto", "cosine", "linear", "wsd", "constant", "rsqrt"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class DataConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     name: Annotated[OptimizerName, _alias("optimizer")] = "adamw"
-    schedule: Annotated[ScheduleName, _alias("schedule")] = "cosine"
-    """How the learning rate goes on after warm-up; wsd: constant, then linear to the final one."""
+    schedule: Annotated[ScheduleName, _alias("schedule")] = "auto"
+    """How the learning rate goes on after warm-up; wsd: constant, then linear to the final one; auto: cosine, constant
+    with schedule-free."""
     learning_rate: Annotated[float, _alias("learning-rate")] = 3e-3
     """The peak, reached after warm-up."""
     final_learning_rate: float = 3e-4
@@ -76,7 +77,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 leaves them alone."""
     state_dtype: Annotated[Literal["auto", "float32", "bfloat16"], _alias("optimizer-dtype")] = "auto"
-    """Of moments; auto: the parameters' own."""
+    """Of moments; auto: float32, in float64 runs that."""
     ema: Annotated[float, _alias("ema")] = 0.0
     """Decay of an exponential moving average of the parameters, which is then what is evaluated; 0: none."""
     z_loss: Annotated[float, _alias("z-loss")] = 0.0

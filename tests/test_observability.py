@@ -51,7 +51,7 @@ class Training:
     def __init__(self):
         self.mesh = setup.make_mesh(CONFIG, jax.devices()[:4])
         model = setup.make_model(CONFIG, self.mesh)
-        tx = optimizer.adamw(CONFIG.optimizer, CONFIG.run.steps, model.names)
+        tx = optimizer.make(CONFIG.optimizer, CONFIG.run.steps, model.names)
         self.learning_rate = optimizer.schedule(CONFIG.optimizer, CONFIG.run.steps)
         with jax.set_mesh(self.mesh):
             self.initial = init_state(model, tx, 0)
@@ -94,20 +94,22 @@ def test_rows_and_what_is_not_in_a_steps_time(training, monkeypatch, backend):
     rows, saved = [], []
 
     def evaluate(state):
-        time.sleep(0.7)
+        time.sleep(0.3)
         return {"eval_loss": float(state.step), "eval_perplexity": 2.0, "eval_bits_per_byte": 3.0}
 
     def save(state):
-        time.sleep(0.7)
+        time.sleep(0.3)
         saved.append((int(state.step), len(rows)))
 
+    start = time.perf_counter()
     training.run(rows, saved, evaluate=evaluate, eval_every=3, save=save, save_every=2)
+    seconds = time.perf_counter() - start
     assert saved == [(2, 2), (4, 4)]  # a checkpoint's row is there before it
     evaluated = [*KEYS, "eval_perplexity", "eval_bits_per_byte"]
     assert [list(row) for row in rows] == [KEYS, KEYS, evaluated, evaluated]
     assert [row["eval_loss"] for row in rows] == [None, None, 3.0, 4.0]
     assert [row["data_seconds"] for row in rows] == [0.25] * 4
-    assert max(row["step_seconds"] for row in rows) < 0.7
+    assert 0 < sum(row["step_seconds"] for row in rows) <= seconds - 4 * 0.3
     assert rows[3]["loss"] < rows[0]["loss"] - 0.05
 
 

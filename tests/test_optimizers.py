@@ -375,7 +375,7 @@ def test_learning_rates_of_groups_take_the_first_match():
         ({"learning_rate_groups": "head=-1"}, r"learning-rate-groups head is -1\.0; it must be at least 0"),
         ({"beta2": 1.0}, r"--optimizer\.beta2 is 1\.0; it must be below 1"),
         ({"ema": 1.0}, r"--ema is 1\.0; it must be below 1"),
-        ({"name": "schedule-free"}, r"--schedule cosine; set --schedule constant"),
+        ({"name": "schedule-free", "schedule": "cosine"}, r"the place of --schedule cosine; leave that at auto"),
         ({"name": "schedule-free", "schedule": "constant", "beta1": 0.0}, r"--optimizer\.beta1 is 0\.0; schedule-free"),
         ({"name": "schedule-free", "schedule": "constant", "ema": 0.9}, r"--ema 0\.9 has no use with schedule-free"),
         ({"name": "adafactor", "state_dtype": "bfloat16"}, r"--optimizer-dtype bfloat16 has no use with adafactor"),

@@ -38,7 +38,7 @@ def bytes_per_parameter(zero: int, mesh: str) -> dict[str, float]:
         return sum(sizes) / num_parameters
 
     with jax.set_mesh(model.layout.mesh):
-        state = init_state(model, optimizer.adamw(config.optimizer, 10, model.names), seed=0)
+        state = init_state(model, optimizer.make(config.optimizer, 10, model.names), seed=0)
         moments = state.opt_state[0]
         weights, _ = jax.eval_shape(lambda p, w: (weights_of(model, p, w)[0], None), state.params, state.whole)
     return {

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 from orbax.checkpoint import v1 as ocp
 
+from jaxpar.training import optimizer as optimizers
 from jaxpar.training.model import Model
 from jaxpar.training.step import TrainState, abstract_state
 
@@ -70,7 +71,7 @@ class Checkpoints:
 
         abstract = abstract_state(self.model, self.optimizer)
         params = jax.tree.map(true, abstract.params, self.model.names)
-        opt_state = optax.tree.map_params(self.optimizer, true, abstract.opt_state, self.model.names)
+        opt_state = optimizers.true_shapes(self.optimizer, params)
         shapes = _flat(TrainState(abstract.step, params, opt_state))
         return {path: leaf.shape for path, leaf in shapes.items()}
 

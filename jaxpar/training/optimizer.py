@@ -68,8 +68,8 @@ def _check(config: OptimizerConfig) -> None:
             "least float32; leave it at auto"
         )
     if config.name == "schedule-free":
-        if config.schedule != "constant":
-            raise ValueError(f"schedule-free takes the place of --schedule {config.schedule}; set --schedule constant")
+        if config.schedule not in ("auto", "constant"):
+            raise ValueError(f"schedule-free takes the place of --schedule {config.schedule}; leave that at auto")
         if config.beta1 == 0:
             raise ValueError("--optimizer.beta1 is 0.0; schedule-free needs more than that, such as 0.9")
         if config.ema:

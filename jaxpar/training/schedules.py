@@ -18,7 +18,10 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     warmup = min(config.warmup_steps, num_steps)
     rest = num_steps - warmup
     pieces: list[tuple[int, optax.Schedule]] = [(0, optax.linear_schedule(0.0, peak, warmup))] if warmup else []
-    match config.schedule:
+    kind = config.schedule
+    if kind == "auto":
+        kind = "constant" if config.name == "schedule-free" else "cosine"
+    match kind:
         case "cosine":
             alpha = final / peak if peak else 0.0
             pieces += [(warmup, optax.cosine_decay_schedule(peak, max(rest, 1), alpha))]

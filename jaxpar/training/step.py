@@ -92,13 +92,10 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> Tra
     def like(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=model.layout.whole())
 
-    opt_state = optax.tree.map_params(
-        optimizer,
-        lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
-        jax.eval_shape(lambda params: optimizer.init(wide(params)), model.abstract),
-        model.abstract,
-        transform_non_params=like,
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, widened(leaf.dtype), sharding=leaf.sharding), model.abstract
     )
+    opt_state = optimizers.abstract_state(optimizer, params, model.layout.mesh)
     return TrainState(
         step=like(jax.ShapeDtypeStruct((), jnp.int32)),
         params=model.abstract,
