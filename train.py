@@ -23,8 +23,9 @@ from models.count import num_parameters
 def main(args: list[str]) -> None:
     console = Console()
     config = configs.parse(args, prog="train.py", description=__doc__)
-    logging.basicConfig(format="%(message)s")
+    logging.basicConfig(format="%(message)s", force=True)
     logging.getLogger("jaxpar").setLevel(logging.INFO)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's, with a traceback of all that it raises too
     runtime.prepare(config)
 
     # What can be wrong is found before anything long starts.
@@ -48,14 +49,14 @@ def main(args: list[str]) -> None:
 
     learning_rate = optimizer.schedule(config.optimizer, config.run.steps)
     tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
-    checkpoints = Checkpoints(run.checkpoints, model, tx)
+    checkpoints = Checkpoints(run.checkpoints, model, tx, config)
 
     first = checkpoints.latest() or 0
     if first >= config.stop_at:
         console.print(f"{run.path} is at step {first} already: nothing to do", highlight=False)
         return
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), checkpoints:
         state = checkpoints.restore(first) if first else init_state(model, tx, config.run.seed)
         run.start(config, first)
         rows = run.read_metrics()
@@ -104,6 +105,12 @@ def main(args: list[str]) -> None:
             drawn = sample(model, state.params, prompt, config.run.sample_tokens, config.data.seq_len, config.run.seed)
             text = bytes([*prompt.tolist(), *drawn.clip(0, 255).tolist()]).decode("utf-8", "replace")
             console.print(text, highlight=False, markup=False)
+    if checkpoints.last_saved != config.stop_at:
+        last = "none" if checkpoints.last_saved is None else f"of step {checkpoints.last_saved}"
+        raise ValueError(
+            f"step {config.stop_at} is done, but not saved (the last checkpoint: {last}); see the warning above, then "
+            f"give --run-dir {run.path} to do the steps since again"
+        )
     console.print(f"{run.path}: config.toml, metrics.jsonl, loss.png, checkpoints/{config.stop_at}", highlight=False)
 
 
