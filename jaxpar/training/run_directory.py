@@ -1,44 +1,45 @@
-"""A run's directory: config.toml, metrics.jsonl, checkpoints/, loss.png; and whether a run starts or goes on."""
+"""A run's directory: config.toml, metrics.jsonl, checkpoints/, loss.png; and whether a run starts or goes on.
+
+Of several processes the first alone writes.
+"""
 
 import dataclasses
 import json
+import logging
 import os
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxpar import toml
 from jaxpar.config import Config, load
+from jaxpar.training.processes import agreed
+
+log = logging.getLogger(__name__)
 
 _MUST_MATCH = ("model", "data", "optimizer")
+_MUST_MATCH_OF_RUN = ("seed", "precision", "params_dtype")
 
 
 @dataclass(frozen=True)
 class RunDirectory:
     path: Path
+    _unwritten: list[str] = field(default_factory=list)
+    """Lines of metrics.jsonl that a full disk did not take."""
 
     @classmethod
     def choose(cls, config: Config) -> "RunDirectory":
         """The directory that the config names, or runs/<time>-<model>; a fresh sibling of it with `--no-resume`.
 
-        Raises ValueError where it cannot be used: `--resume` without a checkpoint, or a run of other model, data or
-        optimizer settings, naming the first difference.
+        Raises ValueError, in every process, where it cannot be used: it cannot be written, `--resume` without a
+        checkpoint, or a run of other settings that change its numbers, naming the first difference.
         """
-        run = cls(Path(config.run.directory or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"))
-        if config.run.resume == "never" and run.path.exists():
-            run = cls(next(path for n in range(1, 10**6) if not (path := Path(f"{run.path}-{n}")).exists()))
-        if config.run.resume == "require" and not run.has_checkpoint:
-            raise ValueError(f"--resume: {run.path} has no checkpoint; give its --run-dir, or leave --resume out")
-        if run.has_checkpoint:
-            run._check_same(config)
-        try:
-            run.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--run-dir {run.path} cannot be made: {error.strerror}; take another") from None
-        if not os.access(run.path, os.W_OK):
-            raise ValueError(f"--run-dir {run.path} is not writable; take another, or change its mode")
-        return run
+        return cls(Path(agreed(lambda: str(_choose(config)))))
 
     @property
     def checkpoints(self) -> Path:
@@ -52,39 +53,56 @@ class RunDirectory:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def _check_same(self, config: Config) -> None:
+    def check_same(self, config: Config) -> None:
+        """Raise ValueError, in one line, for the first setting that this run has otherwise and that must not change."""
         try:
             theirs = load(self.path / "config.toml", Config())
         except ValueError as error:
             raise ValueError(f"{error}; --run-dir {self.path} has checkpoints, but not of what: take another") from None
-        for group in _MUST_MATCH:
-            for field in dataclasses.fields(getattr(config, group)):
-                there, here = (getattr(getattr(c, group), field.name) for c in (theirs, config))
-                if there != here:
-                    raise ValueError(
-                        f"{self.path} is a run with {group}.{field.name} = {there!r}, not {here!r}; "
-                        "set it so, take another --run-dir, or start over with --no-resume"
-                    )
-        if theirs.run.seed != config.run.seed:
-            raise ValueError(
-                f"{self.path} is a run with --seed {theirs.run.seed}, not {config.run.seed}; set it so, "
-                "take another --run-dir, or start over with --no-resume"
-            )
+        for group, name in _must_match():
+            there, here = (getattr(getattr(c, group), name) for c in (theirs, config))
+            if there != here:
+                raise ValueError(
+                    f"{self.path} is a run with {group}.{name} = {there!r}, not {here!r}; "
+                    "set it so, take another --run-dir, or start over with --no-resume"
+                )
 
     def start(self, config: Config, first_step: int) -> None:
         """Write the config; drop metrics of steps that will be done again, all of them in a run that starts."""
-        # What to run, not where: the file can be given to --config for another run.
-        resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, directory="", resume="auto"))
-        (self.path / "config.toml").write_text(toml.dumps(resolved))
-        kept = [row for row in self.read_metrics() if row["step"] <= first_step]
-        self.metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+        def write() -> str:
+            # What to run, not where: the file can be given to --config for another run.
+            resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, directory="", resume="auto"))
+            kept = [row for row in self.read_metrics() if row["step"] <= first_step]
+            try:
+                _replace(self.path / "config.toml", toml.dumps(resolved))
+                _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+            except OSError as error:
+                raise ValueError(f"cannot write in {self.path}: {error.strerror}; take another --run-dir") from None
+            return ""
+
+        agreed(write)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Append a line; one that cannot be written is kept for the next time, and a run goes on without."""
+        if jax.process_index() > 0:
+            return
+        failed_before = bool(self._unwritten)
+        self._unwritten.append(json.dumps(row) + "\n")
+        try:
+            with self.metrics.open("ab", buffering=0) as file:
+                end = file.tell()
+                text = "".join(self._unwritten).encode()
+                if file.write(text) != len(text):
+                    file.truncate(end)
+                    raise OSError(0, "the disk is full")
+            self._unwritten.clear()
+        except OSError as error:
+            if not failed_before:
+                log.warning("cannot write %s: %s; its lines are kept and tried again", self.metrics, error.strerror)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every whole line; a last one that a crash cut short is passed over."""
+        """Every whole line; one that a crash cut short is passed over."""
         if not self.metrics.exists():
             return []
         rows = []
@@ -92,8 +110,40 @@ class RunDirectory:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
-                break
-            if not isinstance(row, dict) or "step" not in row:
-                break
-            rows.append(row)
+                continue
+            if isinstance(row, dict) and "step" in row:
+                rows.append(row)
         return rows
+
+
+def _choose(config: Config) -> Path:
+    run = RunDirectory(Path(config.run.directory or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"))
+    if (config.run.resume == "never" or not config.run.directory) and run.path.exists():
+        run = RunDirectory(next(path for n in range(1, 10**6) if not (path := Path(f"{run.path}-{n}")).exists()))
+    if config.run.resume == "require" and not run.has_checkpoint:
+        raise ValueError(f"--resume: {run.path} has no checkpoint; give its --run-dir, or leave --resume out")
+    if run.has_checkpoint:
+        run.check_same(config)
+    try:
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        for directory in (run.path, run.checkpoints):
+            tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise ValueError(f"--run-dir {run.path} cannot be written: {error.strerror}; take another") from None
+    return run.path
+
+
+def _must_match() -> Iterator[tuple[str, str]]:
+    """(group, field) of every setting that a run keeps as long as it goes on."""
+    for group in _MUST_MATCH:
+        for setting in dataclasses.fields(getattr(Config(), group)):
+            yield group, setting.name
+    for name in _MUST_MATCH_OF_RUN:
+        yield "run", name
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text)
+    os.replace(fresh, path)
