@@ -24,8 +24,10 @@ def run(
     save: Callable[[TrainState], None],
     save_every: int,
     report: Callable[[dict[str, Any]], None],
+    should_stop: Callable[[int], bool],
 ) -> TrainState:
-    """Steps first + 1 to stop_at, a row of metrics reported for each; saved every `save_every` steps and at the end."""
+    """Steps first + 1 to stop_at, a row of metrics reported for each; saved every `save_every` steps and at the end,
+    which is where `should_stop(step)` says so."""
     # On CPU devices a step that waits for its turn on the cores can hold up the collectives of the one that runs.
     ahead = 0 if jax.default_backend() == "cpu" else 1
     pending: deque[tuple[int, StepMetrics]] = deque()
@@ -37,10 +39,12 @@ def run(
     for number in range(first + 1, stop_at + 1):
         state, metrics = step(state, batch_of(number - 1))
         pending.append((number, metrics))
-        last = number == stop_at
+        last = number == stop_at or should_stop(number)
         save_now = last or (save_every and number % save_every == 0)
         for row in finished(0 if save_now else ahead):
             report(row)
         if save_now:
             save(state)
+        if last:
+            break
     return state

@@ -1,0 +1,201 @@
+"""Runs of several processes: how they find each other, agree on small things, stop together and end."""
+
+import atexit
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import jax
+from jax._src import clusters  # what jax.distributed.initialize() itself looks for; no public function tells
+from jax._src.distributed import global_state  # its key-value store, which needs no devices
+from jax.experimental import multihost_utils
+
+import meshes
+from jaxpar.config import RunConfig
+from jaxpar.training.rendezvous import Rendezvous
+from jaxpar.training.runtime import runs_on_cpu
+from meshes import PeakFlops
+
+START_SECONDS = 300
+"""How long the processes of a run wait for each other at its start."""
+SKEW_SECONDS = 1800
+"""By how much one may be ahead of another later: as long as it may take to compile a program, or to tokenize."""
+_LAST_WORDS_SECONDS = 3
+_CPU_THREADS = 16
+
+
+def start(run: RunConfig, *, timeout_seconds: int = START_SECONDS) -> None:
+    """Connect this process with the run's others, if there are any; after runtime.prepare, before any device.
+
+    With --coordinator by the flags; else as SLURM, Open MPI or a TPU pod started it, where one did; else not at all.
+    Raises ValueError where the processes do not meet.
+    """
+    if run.coordinator:
+        rendezvous = Rendezvous(run.coordinator, run.num_processes, run.process_id)
+        peers = rendezvous.meet(timeout_seconds)
+        _prepare_cpu(run)
+        jax.distributed.initialize(
+            run.coordinator,
+            run.num_processes,
+            run.process_id,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=rendezvous.bind_address(),
+            initialization_timeout=timeout_seconds,
+        )
+        atexit.register(peers.farewell)
+        peers.watch()
+    elif run.num_processes > 1:
+        raise ValueError(f"--num-processes {run.num_processes} needs --coordinator HOST:PORT, where process 0 runs")
+    elif _cluster_size(timeout_seconds) > 1:
+        _prepare_cpu(run)
+        jax.distributed.initialize(initialization_timeout=timeout_seconds)
+    if not is_first():
+        logging.basicConfig(format=f"{name()}: %(message)s", force=True)
+        logging.getLogger("jaxpar").setLevel(logging.WARNING)
+
+
+def _cluster_size(timeout_seconds: int) -> int:
+    """How many processes a cluster's launcher started; 1 outside of any."""
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout_seconds)
+    coordinator, num_processes, *_ = found
+    return num_processes or 1 if coordinator else 1
+
+
+def _prepare_cpu(run: RunConfig) -> None:
+    """Collectives between CPU devices of several processes, where such devices are all that this run has."""
+    if not runs_on_cpu(run):
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # A device that waits for another process holds a thread: with as many threads as cores, all may end up waiting.
+    os.environ.setdefault("NPROC", str(max(_CPU_THREADS, 2 * run.emulate)))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_cpu_collective_timeout_seconds" not in flags:  # 30 s else, and a peer may be compiling
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={SKEW_SECONDS}"
+    # Gloo reports every connection on standard output, from C++: only Python's own output goes on there.
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def is_first() -> bool:
+    """Whether this process speaks for the run: prints, writes metrics."""
+    return global_state.process_id == 0
+
+
+def name() -> str:
+    return f"process {global_state.process_id} of {global_state.num_processes}"
+
+
+def from_first(key: str, make: Callable[[], str]) -> str:
+    """What `make` gives in process 0, in every process; its ValueError too. Each `key` serves once.
+
+    By JAX's coordination service, not by the devices: it may wait SKEW_SECONDS, where collectives cannot.
+    """
+    client = global_state.client
+    if client is None:
+        return make()
+    key = f"jaxpar/{key}"
+    if is_first():
+        try:
+            message = {"value": make()}
+        except ValueError as error:
+            client.key_value_set(key, json.dumps({"error": str(error)}))
+            client.wait_at_barrier(f"{key}/read", _LAST_WORDS_SECONDS * 1000)
+            raise
+        client.key_value_set(key, json.dumps(message))
+    else:
+        message = json.loads(client.blocking_key_value_get(key, SKEW_SECONDS * 1000))
+        if "error" in message:
+            client.wait_at_barrier(f"{key}/read", _LAST_WORDS_SECONDS * 1000)
+            raise ValueError(message["error"])
+    return message["value"]
+
+
+def wait_for_all(key: str) -> None:
+    """Return when every process has come here. Each `key` serves once.
+
+    To be called before the first run of a compiled program: gloo gives up after 30 s where one process makes its first
+    collective with others that still compile.
+    """
+    if global_state.client is not None:
+        global_state.client.wait_at_barrier(f"jaxpar/{key}", SKEW_SECONDS * 1000)
+
+
+def peak_flops(devices: Sequence[jax.Device], dtype: str) -> PeakFlops:
+    """meshes.peak_flops for all processes, measured by process 0 alone; a CPU is shared by those on one machine."""
+    sharing = _processes_here() if devices[0].platform == "cpu" else 1
+
+    def measure() -> str:
+        peak = meshes.peak_flops(devices, dtype)
+        return json.dumps([peak.per_device / sharing, peak.label])
+
+    per_device, label = json.loads(from_first("peak_flops", measure))
+    return PeakFlops(per_device, label)
+
+
+def _processes_here() -> int:
+    """How many of the run's processes are on this machine."""
+    client = global_state.client
+    if client is None:
+        return 1
+    client.key_value_set(f"jaxpar/host/{global_state.process_id}", socket.gethostname())
+    wait_for_all("hosts")
+    return [host for _, host in client.key_value_dir_get("jaxpar/host/")].count(socket.gethostname())
+
+
+def stop_requests() -> Callable[[int], bool]:
+    """should_stop(step): whether SIGTERM came, to be asked after every step, by every process of the run.
+
+    It may come to any of the processes; all say yes after the same step, the next that none has done. In a run of one
+    process a second SIGTERM ends it at once.
+    """
+    if global_state.client is not None:
+        return multihost_utils.reached_preemption_sync_point
+    received: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.signal(signal.SIGTERM, before)
+
+    before = signal.signal(signal.SIGTERM, note)
+    return lambda _step: bool(received)
+
+
+def leave(error: Exception | KeyboardInterrupt) -> NoReturn:
+    """End the process for an error: of the user's kind in one line, else with a traceback.
+
+    In a run of several processes at once: by the usual way out it would wait for the others, and they for it.
+    """
+    together = global_state.client is not None
+    status, line = _explain(error)
+    if together and "Gloo" in str(error):
+        time.sleep(_LAST_WORDS_SECONDS)  # the thread that watches the others ends this process now, and says who went
+    if line is None:
+        traceback.print_exception(error)
+        line = type(error).__name__
+    print(f"error: {f'{name()}: ' if together else ''}{line}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if together:
+        os._exit(status)
+    raise SystemExit(status)
+
+
+def _explain(error: Exception | KeyboardInterrupt) -> tuple[int, str | None]:
+    """The exit status, and one line if that says all."""
+    if isinstance(error, ValueError):
+        return 2, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    first_line = next(iter(str(error).splitlines()), "")
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in first_line:
+        return 2, f"the devices' memory does not hold this: {first_line}"
+    if isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in first_line:
+        return 1, f"another process has gone, or the network between them: {first_line}"
+    return 1, None
