@@ -1,6 +1,5 @@
 """Train a Transformer: `python train.py --help`."""
 
-import dataclasses
 import logging
 import sys
 from pathlib import Path
@@ -34,9 +33,7 @@ def main(args: list[str]) -> None:
     config = configs.with_mesh(config, mesh.shape)
     model = setup.make_model(config, mesh)
     options = compiler_options.resolve(config.run.compiler_options, jax.default_backend())
-    config = dataclasses.replace(
-        config, run=dataclasses.replace(config.run, compiler_options=compiler_options.as_text(options))
-    )
+    config = configs.with_run(config, compiler_options=compiler_options.as_text(options))
     tokens = build_token_file(find_files(config.data.source))
     if tokens.vocab_size > config.model.vocab_size:
         raise ValueError(

@@ -19,9 +19,16 @@ import pytest
 from jaxpar.training.rendezvous import Rendezvous
 
 ROOT = Path(__file__).parent.parent
-MODEL = (
-    "name='small'\nvocab_size=256\nembed_dim=16\nnum_layers=2\nnum_heads=4\nnum_kv_heads=4\nhead_dim=4\nmlp_dim=32\n"
-)
+MODEL = """
+name = "small"
+vocab_size = 256
+embed_dim = 16
+num_layers = 2
+num_heads = 4
+num_kv_heads = 4
+head_dim = 4
+mlp_dim = 32
+"""
 SETTINGS = [
     *("--model", "model.toml", "--data", "text.txt", "--precision", "float64", "--steps", "3", "--batch-size", "8"),
     *("--seq-len", "8", "--warmup-steps", "1", "--run.sample-tokens", "2"),
@@ -47,21 +54,12 @@ def free_port() -> int:
 def start(work: Path, run_dir: str, *args: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "train.py"), "--run-dir", run_dir, *SETTINGS, *args]
     env = os.environ | {"XDG_CACHE_HOME": str(work / "cache"), "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=work, env=env, text=True, **pipes)  # type: ignore[call-overload]
+    return subprocess.Popen(command, cwd=work, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def start_all(work: Path, run_dir: str, num_processes: int, *args: str) -> list[subprocess.Popen[str]]:
-    together = [
-        "--emulate",
-        "2",
-        "--coordinator",
-        f"127.0.0.1:{free_port()}",
-        "--num-processes",
-        str(num_processes),
-        *args,
-    ]
-    return [start(work, run_dir, *together, "--process-id", str(n)) for n in range(num_processes)]
+    together = ["--emulate", "2", "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(num_processes)]
+    return [start(work, run_dir, *together, *args, "--process-id", str(n)) for n in range(num_processes)]
 
 
 def finish(*processes: subprocess.Popen[str]) -> list[tuple[str, str]]:
@@ -101,10 +99,10 @@ def test_four_processes_write_one_run_with_the_numbers_of_one_device(work, singl
 
 
 def test_two_processes_save_and_one_or_two_go_on(work, single):
-    """With `tensor` outermost by size: each of the two processes has one half of every matmul."""
-    finish(*start_all(work, "resumed", 2, "--mesh", "fsdp=1,tensor=4", "--stop-at", "1"))
+    """Each of the two has a half of every matmul: `tensor` lies across them."""
+    finish(*start_all(work, "resumed", 2, "--mesh", "tensor=4", "--stop-at", "1"))
     finish(start(work, "resumed", "--emulate", "4", "--mesh", "data=2,fsdp=2", "--resume", "--stop-at", "2"))
-    finish(*start_all(work, "resumed", 2, "--mesh", "fsdp=4", "--resume"))
+    finish(*start_all(work, "resumed", 2, "--mesh", "tensor=4", "--resume"))
     np.testing.assert_allclose(curve(work, "resumed"), single, rtol=1e-9)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jax
-from jax._src import clusters  # what jax.distributed.initialize() itself looks for; no public function tells
+from jax._src import clusters  # what jax.distributed.initialize() looks for itself; no public function tells
 from jax._src.distributed import global_state  # its key-value store, which needs no devices
 from jax.experimental import multihost_utils
 
@@ -29,6 +29,8 @@ SKEW_SECONDS = 1800
 """By how much one may be ahead of another later: as long as it may take to compile a program, or to tokenize."""
 _LAST_WORDS_SECONDS = 3
 _CPU_THREADS = 16
+# Not Kubernetes, where JAX asks the cluster's API: a run of one process in a pod must not.
+_LAUNCHERS = (clusters.OmpiCluster, clusters.SlurmCluster, clusters.GkeTpuCluster, clusters.GceTpuCluster)
 
 
 def start(run: RunConfig, *, timeout_seconds: int = START_SECONDS) -> None:
@@ -53,19 +55,20 @@ def start(run: RunConfig, *, timeout_seconds: int = START_SECONDS) -> None:
         peers.watch()
     elif run.num_processes > 1:
         raise ValueError(f"--num-processes {run.num_processes} needs --coordinator HOST:PORT, where process 0 runs")
-    elif _cluster_size(timeout_seconds) > 1:
+    elif (launcher := _launcher()) is not None:
         _prepare_cpu(run)
-        jax.distributed.initialize(initialization_timeout=timeout_seconds)
+        jax.distributed.initialize(cluster_detection_method=launcher, initialization_timeout=timeout_seconds)
     if not is_first():
         logging.basicConfig(format=f"{name()}: %(message)s", force=True)
         logging.getLogger("jaxpar").setLevel(logging.WARNING)
 
 
-def _cluster_size(timeout_seconds: int) -> int:
-    """How many processes a cluster's launcher started; 1 outside of any."""
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout_seconds)
-    coordinator, num_processes, *_ = found
-    return num_processes or 1 if coordinator else 1
+def _launcher() -> str | None:
+    """JAX's name for what started this process as one of several; None where nothing did."""
+    for launcher in _LAUNCHERS:
+        if launcher.is_env_present() and launcher.get_process_count() > 1:
+            return launcher.name
+    return None
 
 
 def _prepare_cpu(run: RunConfig) -> None:
@@ -80,7 +83,8 @@ def _prepare_cpu(run: RunConfig) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={SKEW_SECONDS}"
     # Gloo reports every connection on standard output, from C++: only Python's own output goes on there.
     sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=encoding, errors=errors)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
