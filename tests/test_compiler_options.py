@@ -5,11 +5,12 @@ from collections import Counter
 
 import jax
 import pytest
+from jax.experimental import topologies
 
 from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig, ParallelConfig
 from jaxpar.training import optimizer, setup
-from jaxpar.training.compiler_options import TABLES, as_text, resolve
+from jaxpar.training.compiler_options import TABLES, Options, as_text, resolve
 from jaxpar.training.step import abstract_state, make_step
 from jaxpar.verify import abstract_batch
 from meshes import build_mesh
@@ -18,8 +19,13 @@ from models.config import ModelConfig
 MODEL = ModelConfig(vocab_size=512, embed_dim=256, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=1024)
 
 
-def lowered_step(devices) -> jax.stages.Lowered:
-    config = Config(model=MODEL, data=DataConfig(batch_size=16, seq_len=256), parallel=ParallelConfig(mesh="fsdp=8"))
+TINY = MODEL.replace(vocab_size=256, num_layers=2)
+
+
+def lowered_step(devices, model_config: ModelConfig = MODEL) -> jax.stages.Lowered:
+    config = Config(
+        model=model_config, data=DataConfig(batch_size=16, seq_len=256), parallel=ParallelConfig(mesh="fsdp=8")
+    )
     mesh = build_mesh(config.parallel.mesh, "", devices)
     model = setup.make_model(config, mesh)
     tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
@@ -63,9 +69,25 @@ def test_the_gpu_table_hides_every_transfer_in_the_layers_loops_behind_a_matmul(
     assert before["all-gather", False] >= 2
     assert after["all-gather", True] > before["all-gather", True]
     assert sum(count for (_, is_hidden), count in after.items() if not is_hidden) == 0
+    check_each_changes(h100_step, options, with_table)
+
+
+def test_the_tpu_table_is_taken_and_not_ignored():
+    environment = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+        step = lowered_step(devices, TINY)
+        options = resolve("auto", "tpu")
+        check_each_changes(step, options, program(step, options))
+
+
+def check_each_changes(step: jax.stages.Lowered, options: Options, with_all: str) -> None:
     for name in options:
         others = {other: value for other, value in options.items() if other != name}
-        assert program(h100_step, others) != with_table, f"{name} changes nothing"
+        assert program(step, others) != with_all, f"{name} changes nothing"
 
 
 def test_resolve_and_back():

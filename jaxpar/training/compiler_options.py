@@ -27,6 +27,12 @@ _GPU = (
         True,
         "FSDP's gather of a layer's weights starts an iteration of the layers' loop ahead; one layer's weights more",
     ),
+    Option(
+        "xla_gpu_enable_while_loop_double_buffering",
+        True,
+        "two layers per iteration: while one computes with the weights that were gathered for it, the other's arrive "
+        "beside them, without a copy",
+    ),
 )
 
 _TPU: tuple[Option, ...] = ()

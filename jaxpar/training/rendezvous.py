@@ -1,8 +1,8 @@
 """Before JAX connects the processes of a run: are they all there, each once? And after: are they still?
 
 JAX's own service waits for whoever comes, and ends a process by an abort where someone does not. So process 0 first
-answers on the coordinator's port itself and says in one line what is wrong: to all, by process. The connections then
-stay, and nothing is sent on them: one that closes is a process that died, which the others know at once by the kernel's
+answers on the coordinator's port itself and says in one line what is wrong: to all, by process. The connections stay,
+idle until a farewell: one that closes without is a process that died, which the others know at once by the kernel's
 word, whatever they compute or compile. A machine that vanishes whole is left to JAX's heartbeats.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
+_KEEP_ALIVE_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Rendezvous:
                     _send(connection, {"error": str(error)})
                 raise
         for connection in peers.values():
+            _keep_alive(connection)
             _send(connection, {"all_here": True})
         return Peers(self, peers)
 
@@ -127,6 +129,7 @@ class Rendezvous:
             # Process 0 may have begun to wait later than this process did.
             reply = _receive(connection, left + timeout_seconds)
             if "all_here" in reply:
+                _keep_alive(connection)
                 return Peers(self, {0: connection})
             connection.close()
             if "error" in reply:
@@ -181,6 +184,13 @@ class Peers:
 def _listed(processes: list[int]) -> str:
     shown = ", ".join(map(str, processes[:8])) + (", ..." if len(processes) > 8 else "")
     return f"process {shown}" if len(processes) == 1 else f"processes {shown}"
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the kernel send on it now and then: what lies between machines may drop idle connections."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):  # else the system's two hours
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
 
 
 def _send(connection: socket.socket, message: Mapping[str, object]) -> None:
