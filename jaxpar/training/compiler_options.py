@@ -11,20 +11,26 @@ from dataclasses import dataclass
 
 import jax
 
-Options = dict[str, str | bool | int]
+Options = dict[str, str | bool]
 
 
 @dataclass(frozen=True)
 class Option:
     name: str
-    value: bool | int
+    value: str | bool
     purpose: str
 
 
+# XLA made a mode of the flag between the two versions of jax.
+_PIPELINE_ALL_GATHER: tuple[str, str | bool] = (
+    ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON")
+    if jax.__version_info__ >= (0, 12)
+    else ("xla_gpu_enable_pipelined_all_gather", True)
+)
+
 _GPU = (
     Option(
-        "xla_gpu_enable_pipelined_all_gather",
-        True,
+        *_PIPELINE_ALL_GATHER,
         "FSDP's gather of a layer's weights starts an iteration of the layers' loop ahead; one layer's weights more",
     ),
     Option(
@@ -35,7 +41,18 @@ _GPU = (
     ),
 )
 
-_TPU: tuple[Option, ...] = ()
+_TPU = (
+    Option(
+        "xla_tpu_enable_ici_ag_pipelining",
+        True,
+        "the same for FSDP's gathers, which are then done in pieces beside the matmuls of the layer before",
+    ),
+    Option(
+        "xla_tpu_enable_async_all_to_all",
+        True,
+        "all-to-alls (here: of the vocabulary's lookup; of experts' tokens) beside what does not wait for them",
+    ),
+)
 
 TABLES: Mapping[str, tuple[Option, ...]] = {"cpu": (), "gpu": _GPU, "tpu": _TPU}
 """By `jax.default_backend()`. CPU devices compute and send in turn: there is nothing to overlap."""
@@ -63,19 +80,17 @@ def resolve(text: str, platform: str) -> Options:
     return options | given
 
 
-def as_text(options: Mapping[str, str | bool | int]) -> str:
+def as_text(options: Options) -> str:
     """What `resolve` makes the same options of, whatever the tables then have."""
     values = (str(value).lower() if isinstance(value, bool) else str(value) for value in options.values())
     return ",".join(["none", *(f"{name}={value}" for name, value in zip(options, values))])
 
 
-def _parsed(item: str, text: str) -> tuple[str, str | bool | int]:
+def _parsed(item: str, text: str) -> tuple[str, str | bool]:
     name, equals, value = (part.strip() for part in item.partition("="))
     if not (name and equals and value):
         raise ValueError(f"--compiler-options {text!r} has {item!r}; write NAME=VALUE")
-    if value.lower() in ("true", "false"):
-        return name, value.lower() == "true"
-    return name, int(value) if value.lstrip("-").isdecimal() else value
+    return name, value.lower() == "true" if value.lower() in ("true", "false") else value
 
 
 def _check_name(name: str, platform: str) -> None:

@@ -138,7 +138,8 @@ def peak_flops(devices: Sequence[jax.Device], dtype: str) -> PeakFlops:
 
     def measure() -> str:
         peak = meshes.peak_flops(devices, dtype)
-        return json.dumps([peak.per_device / sharing, peak.label])
+        shared = f" of each of {sharing} processes" if sharing > 1 else ""
+        return json.dumps([peak.per_device / sharing, peak.label + shared])
 
     per_device, label = json.loads(from_first("peak_flops", measure))
     return PeakFlops(per_device, label)
