@@ -33,7 +33,9 @@ def main(args: list[str]) -> None:
     config = configs.with_mesh(config, mesh.shape)
     model = setup.make_model(config, mesh)
     options = compiler_options.resolve(config.run.compiler_options, jax.default_backend())
-    config = configs.with_run(config, compiler_options=compiler_options.as_text(options))
+    # What to run, not as which process of which run.
+    resolved = compiler_options.as_text(options)
+    config = configs.with_run(config, compiler_options=resolved, coordinator="", num_processes=1, process_id=0)
     tokens = build_token_file(find_files(config.data.source))
     if tokens.vocab_size > config.model.vocab_size:
         raise ValueError(

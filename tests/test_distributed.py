@@ -96,6 +96,7 @@ def test_four_processes_write_one_run_with_the_numbers_of_one_device(work, singl
     assert "step 3/3" in ends[0][0]
     assert [out for out, _ in ends[1:]] == ["", "", ""]
     assert (work / "four" / "loss.png").exists()
+    assert 'coordinator = ""' in (work / "four" / "config.toml").read_text()
 
 
 def test_two_processes_save_and_one_or_two_go_on(work, single):
