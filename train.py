@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,26 +12,30 @@ from jaxpar import config as configs
 from jaxpar.data import Loader, build_token_file, find_files
 from jaxpar.decoding.sample import sample
 from jaxpar.parallel.batch import Batch
-from jaxpar.training import loop, optimizer, report, runtime, setup
+from jaxpar.training import compiler_options, distributed, loop, optimizer, report, runtime, setup
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.metrics import Meter
 from jaxpar.training.run_directory import RunDirectory
 from jaxpar.training.step import init_state, make_step
-from meshes import peak_flops
 from models.count import num_parameters
 
 
 def main(args: list[str]) -> None:
-    console = Console()
     config = configs.parse(args, prog="train.py", description=__doc__)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("jaxpar").setLevel(logging.INFO)
     runtime.prepare(config)
+    distributed.start(config.run)
+    console = Console(quiet=not distributed.is_first())
 
     # What can be wrong is found before anything long starts.
     mesh = setup.make_mesh(config)
     config = configs.with_mesh(config, mesh.shape)
     model = setup.make_model(config, mesh)
+    options = compiler_options.resolve(config.run.compiler_options, jax.default_backend())
+    # What to run, not as which process of which run.
+    resolved = compiler_options.as_text(options)
+    config = configs.with_run(config, compiler_options=resolved, coordinator="", num_processes=1, process_id=0)
     tokens = build_token_file(find_files(config.data.source))
     if tokens.vocab_size > config.model.vocab_size:
         raise ValueError(
@@ -44,7 +49,7 @@ def main(args: list[str]) -> None:
         num_microbatches=config.parallel.grad_accumulation,
         seed=config.run.seed,
     )
-    run = RunDirectory.choose(config)
+    run = RunDirectory(Path(distributed.from_first("run directory", lambda: str(RunDirectory.choose(config).path))))
 
     learning_rate = optimizer.schedule(config.optimizer, config.run.steps)
     tx = optimizer.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
@@ -55,11 +60,14 @@ def main(args: list[str]) -> None:
         console.print(f"{run.path} is at step {first} already: nothing to do", highlight=False)
         return
 
+    distributed.wait_for_all("start")
+    should_stop = distributed.stop_requests()
     with jax.set_mesh(mesh):
         state = checkpoints.restore(first) if first else init_state(model, tx, config.run.seed)
-        run.start(config, first)
+        if distributed.is_first():
+            run.start(config, first)
         rows = run.read_metrics()
-        peak = peak_flops(list(mesh.devices.flat), config.run.precision)
+        peak = distributed.peak_flops(list(mesh.devices.flat), config.run.precision)
         console.print(
             f"{config.model.name}: {num_parameters(config.model):,} parameters on {config.parallel.mesh}\n"
             f"{config.data.source}: {tokens.num_tokens:,} tokens\n"
@@ -76,14 +84,16 @@ def main(args: list[str]) -> None:
             return loader.batch(step, batch_sharding)
 
         step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
-        compiled = step.lower(state, batch_of(first)).compile()
+        compiled = step.lower(state, batch_of(first)).compile(compiler_options=options)
+        distributed.wait_for_all("compiled")
 
         tokens_per_step = config.data.batch_size * config.data.seq_len
         meter = Meter(config, mesh.size, peak, learning_rate, rows[-1]["tokens"] if rows else first * tokens_per_step)
         with report.ProgressReport(console, first, config.stop_at) as progress:
 
             def log(row: dict) -> None:
-                run.append_metrics(row)
+                if distributed.is_first():
+                    run.append_metrics(row)
                 progress.update(row)
 
             state = loop.run(
@@ -96,9 +106,15 @@ def main(args: list[str]) -> None:
                 save=checkpoints.save,
                 save_every=config.run.checkpoint_every,
                 report=log,
+                should_stop=should_stop,
             )
 
-        report.plot_loss(run.read_metrics(), run.path / "loss.png")
+        last = int(state.step)
+        if last < config.stop_at:
+            console.print(f"stopped by SIGTERM; {run.path} is saved at step {last} and goes on from there")
+            return
+        if distributed.is_first():
+            report.plot_loss(run.read_metrics(), run.path / "loss.png")
         if config.run.sample_tokens:
             prompt = np.asarray(tokens.tokens[:64], np.int32)
             drawn = sample(model, state.params, prompt, config.run.sample_tokens, config.data.seq_len, config.run.seed)
@@ -110,9 +126,5 @@ def main(args: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except ValueError as error:
-        configs.exit_with(error)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        configs.exit_with(ValueError(f"the devices' memory does not hold this: {str(error).splitlines()[0]}"))
+    except (Exception, KeyboardInterrupt) as error:
+        distributed.leave(error)

@@ -232,6 +232,11 @@ def with_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=text))
 
 
+def with_run(config: Config, **changes: Any) -> Config:
+    """The config with other settings of its `run`."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
+
+
 # What stands on the command line without a value, or before tyro sees the rest.
 _SHORTHANDS = {"--resume": ["--run.resume", "require"], "--no-resume": ["--run.resume", "never"]}
 

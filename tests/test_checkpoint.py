@@ -38,9 +38,7 @@ def model_of(mesh: str | None, devices: int, changes: tuple) -> Model:
 def checkpoints(tmp_path, mesh: str | None, devices: int, tx=None, run=None, **changes) -> Checkpoints:
     model = model_of(mesh, devices, tuple(changes.items()))
     config = Config(model=model.config, data=DataConfig(batch_size=12, seq_len=12), run=run or RunConfig())
-    return Checkpoints(
-        tmp_path / "checkpoints", model, tx or optimizer.make(config.optimizer, 10, model.names), config
-    )
+    return Checkpoints(tmp_path / "checkpoints", model, tx or optimizer.make(config.optimizer, 10, model.names), config)
 
 
 @functools.cache

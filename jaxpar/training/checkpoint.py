@@ -35,8 +35,8 @@ from jaxpar import toml
 from jaxpar.config import Config
 from jaxpar.training import integrity
 from jaxpar.training.model import Model
-from jaxpar.training.processes import agreed, any_process
-from jaxpar.training.step import TrainState, abstract_state
+from jaxpar.training.processes import from_each, from_first
+from jaxpar.training.step import TrainState, abstract_state, with_whole_weights
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,10 @@ class Checkpoints:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._clear()
-            arrays = {path: _cut(leaf, self._shapes[path]) for path, leaf in _flat(state).items()}
+            arrays = {
+                path: _cut(leaf, self._shapes[path])
+                for path, leaf in _flat(dataclasses.replace(state, whole=None)).items()
+            }
             written = ocp.save_async(self._unfinished(step), arrays, overwrite=True, custom_metadata=metadata)
         except Exception as error:  # Orbax and its storage raise of every kind
             self._failed(step, error)
@@ -118,7 +121,7 @@ class Checkpoints:
         path = self.directory / str(step)
         if step != self._verified and (problem := _problem(path)):
             raise ValueError(f"checkpoint {path} is damaged: {problem}; give another, or start over with --no-resume")
-        abstract = abstract_state(self.model, self.optimizer)
+        abstract = dataclasses.replace(abstract_state(self.model, self.optimizer), whole=None)
         stored = {name: _stored(leaf, self._shapes[name]) for name, leaf in _flat(abstract).items()}
         if odd := _difference(describe(path).arrays, stored):
             raise ValueError(
@@ -131,7 +134,7 @@ class Checkpoints:
         if int(state.step) != step:
             raise ValueError(f"checkpoint {path} is of step {int(state.step)}; rename it so, or move it away")
         self.last_saved = step
-        return state
+        return with_whole_weights(self.model, state)
 
     def _unfinished(self, step: int) -> Path:
         return self.directory / f"{step}.unfinished"
@@ -207,7 +210,7 @@ def latest(directory: Path) -> int | None:
 
     The log says which were passed over, and why. Raises ValueError where there are some, but not one that is whole.
     """
-    found = json.loads(agreed(lambda: json.dumps(steps(directory))))
+    found = json.loads(from_first("checkpoints", lambda: json.dumps(steps(directory))))
     for step in reversed(found):
         problem = _problem(directory / str(step))
         if problem is None:
@@ -250,8 +253,8 @@ def read(path: Path, name: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
 def _problem(path: Path) -> str | None:
     """What is wrong with a checkpoint, each process reading its share."""
     own = integrity.damage(path, jax.process_index(), jax.process_count())
-    anywhere = any_process(own is not None)
-    return own or ("another process cannot read it whole" if anywhere else None)
+    problems = from_each(f"checkpoint {path.name} is whole", own or "")
+    return own or ("another process cannot read it whole" if any(problems) else None)
 
 
 def _true_shapes(model: Model, optimizer: optax.GradientTransformation) -> dict[str, tuple[int, ...]]:
@@ -262,7 +265,7 @@ def _true_shapes(model: Model, optimizer: optax.GradientTransformation) -> dict[
         shape = tuple(vocab_size if name == "vocab" else dim for name, dim in zip(names, leaf.shape))
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    abstract = abstract_state(model, optimizer)
+    abstract = dataclasses.replace(abstract_state(model, optimizer), whole=None)
     params = jax.tree.map(true, abstract.params, model.names)
     opt_state = jax.eval_shape(optimizer.init, params)
     shapes = {

@@ -31,14 +31,14 @@ def run(
     evaluate: Callable[[TrainState], Row] | None,
     eval_every: int,
     profile: Profile,
-    should_stop: Callable[[], bool],
+    should_stop: Callable[[int], bool],
     report: Callable[[Row], None],
 ) -> TrainState:
     """Steps first + 1 to stop_at, a row of metrics reported for each.
 
     `batch_of` gives a step's batch (counted from 0) and the seconds that it was waited for. What `evaluate` returns is
     added to its step's row, every `eval_every` steps and at `stop_at`. The state is saved every `save_every` steps and
-    at the end, which is `stop_at` or the first step after which `should_stop`.
+    at the end, which is `stop_at` or the first step for which `should_stop` says so.
 
     Raises ValueError where a loss, or a parameter that would be saved, is not finite, after the row was reported.
     """
@@ -58,7 +58,7 @@ def run(
             batch, data_seconds = batch_of(number - 1)
             state, metrics = step(state, batch)
         pending.append((number, metrics, data_seconds))
-        last = should_stop() or number == stop_at
+        last = should_stop(number) or number == stop_at
         eval_now = number == stop_at or _due(number, eval_every)
         save_now = last or _due(number, save_every)
         for row in finished(0 if save_now or eval_now or profile.due(number) else ahead):

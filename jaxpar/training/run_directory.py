@@ -18,7 +18,7 @@ import jax
 
 from jaxpar import toml
 from jaxpar.config import Config, load
-from jaxpar.training.processes import agreed
+from jaxpar.training.processes import from_first
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class RunDirectory:
         Raises ValueError, in every process, where it cannot be used: it cannot be written, `--resume` without a
         checkpoint, or a run of other settings that change its numbers, naming the first difference.
         """
-        return cls(Path(agreed(lambda: str(_choose(config)))))
+        return cls(Path(from_first("run directory", lambda: str(_choose(config)))))
 
     @property
     def checkpoints(self) -> Path:
@@ -81,7 +81,7 @@ class RunDirectory:
                 raise ValueError(f"cannot write in {self.path}: {error.strerror}; take another --run-dir") from None
             return ""
 
-        agreed(write)
+        from_first("config written", write)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append a line; one that cannot be written is kept for the next time, and a run goes on without."""

@@ -5,20 +5,28 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, RunConfig
 
 
 def prepare(config: Config) -> None:
     """Configure JAX for a run; call it before any device is touched."""
     if config.run.emulate:
         emulate(config.run.emulate)
-    elif "JAX_PLATFORMS" not in os.environ and not _has_accelerator():
+    elif runs_on_cpu(config.run):
         # Else every plugin that is installed only to compile for absent devices complains at length.
         jax.config.update("jax_platforms", "cpu")
     if config.run.precision == "float64":
         jax.config.update("jax_enable_x64", True)
     if config.run.compilation_cache:
         cache_programs(config.run.compilation_cache)
+
+
+def runs_on_cpu(run: RunConfig) -> bool:
+    """Whether CPU devices are all that a run has, as far as can be told before JAX starts."""
+    if run.emulate:
+        return True
+    platforms = os.environ.get("JAX_PLATFORMS")
+    return not _has_accelerator() if platforms is None else platforms == "cpu"
 
 
 def emulate(num_devices: int) -> None:

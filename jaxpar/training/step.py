@@ -1,5 +1,6 @@
 """One training step: gradients, an optimizer's update, and the state that goes from one step to the next."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,12 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> Tra
         whole=model.abstract_whole if model.keeps_whole_weights else None,
         loss_scale=jax.tree.map(like, jax.eval_shape(LossScale.initial)) if _is_scaled(model) else None,
     )
+
+
+def with_whole_weights(model: Model, state: TrainState) -> TrainState:
+    """The state with what ZeRO-1 and 2 keep beside its master parameters."""
+    whole = jax.jit(model.whole)(state.params) if model.keeps_whole_weights else None
+    return dataclasses.replace(state, whole=whole)
 
 
 def _is_scaled(model: Model) -> bool:

@@ -1,0 +1,115 @@
+"""What XLA is told beyond its defaults, per platform: to send while it computes.
+
+A table has only what the platform's compiler takes and what changes the program that it makes of a sharded train step:
+a test compiles each option, with and without. Options are applied per program, `lowered.compile(compiler_options=...)`,
+so that no environment variable decides what a run does.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+
+Options = dict[str, str | bool]
+
+
+@dataclass(frozen=True)
+class Option:
+    name: str
+    value: str | bool
+    purpose: str
+
+
+# XLA made a mode of the flag between the two versions of jax.
+_PIPELINE_ALL_GATHER: tuple[str, str | bool] = (
+    ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON")
+    if jax.__version_info__ >= (0, 12)
+    else ("xla_gpu_enable_pipelined_all_gather", True)
+)
+
+_GPU = (
+    Option(
+        *_PIPELINE_ALL_GATHER,
+        "FSDP's gather of a layer's weights starts an iteration of the layers' loop ahead; one layer's weights more",
+    ),
+    Option(
+        "xla_gpu_enable_while_loop_double_buffering",
+        True,
+        "two layers per iteration: while one computes with the weights that were gathered for it, the other's arrive "
+        "beside them, without a copy",
+    ),
+)
+
+_TPU = (
+    Option(
+        "xla_tpu_enable_ici_ag_pipelining",
+        True,
+        "the same for FSDP's gathers, which are then done in pieces beside the matmuls of the layer before",
+    ),
+    Option(
+        "xla_tpu_enable_async_all_to_all",
+        True,
+        "all-to-alls (here: of the vocabulary's lookup; of experts' tokens) beside what does not wait for them",
+    ),
+)
+
+TABLES: Mapping[str, tuple[Option, ...]] = {"cpu": (), "gpu": _GPU, "tpu": _TPU}
+"""By `jax.default_backend()`. CPU devices compute and send in turn: there is nothing to overlap."""
+
+
+def resolve(text: str, platform: str) -> Options:
+    """The options of `--compiler-options` on a platform of TABLES.
+
+    `auto`: its table. `none`: nothing. NAME=VALUE, separated by commas, after either word or alone (which is after
+    `auto`): on top.
+
+    Raises ValueError for what is not of this form, and for options that are of another platform or that the process's
+    own compiler, if it is this platform's, does not know.
+    """
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    base = items.pop(0) if items and "=" not in items[0] else "auto"
+    if base not in ("auto", "none"):
+        raise ValueError(f"--compiler-options {text!r} begins with {base!r}; write auto, none or NAME=VALUE")
+    options: Options = {option.name: option.value for option in TABLES[platform]} if base == "auto" else {}
+    given = dict(_parsed(item, text) for item in items)
+    for name in given:
+        _check_name(name, platform)
+    if given and jax.default_backend() == platform:
+        _check_compiler(given, platform)
+    return options | given
+
+
+def as_text(options: Options) -> str:
+    """What `resolve` makes the same options of, whatever the tables then have."""
+    values = (str(value).lower() if isinstance(value, bool) else str(value) for value in options.values())
+    return ",".join(["none", *(f"{name}={value}" for name, value in zip(options, values))])
+
+
+def _parsed(item: str, text: str) -> tuple[str, str | bool]:
+    name, equals, value = (part.strip() for part in item.partition("="))
+    if not (name and equals and value):
+        raise ValueError(f"--compiler-options {text!r} has {item!r}; write NAME=VALUE")
+    return name, value.lower() == "true" if value.lower() in ("true", "false") else value
+
+
+def _check_name(name: str, platform: str) -> None:
+    others = sorted({"cpu", "gpu", "tpu"} - {platform})
+    if not name.startswith("xla_") or name.startswith(tuple(f"xla_{other}_" for other in others)):
+        raise ValueError(f"--compiler-options: {name!r} is no option for {platform}{_nearest(name, platform)}")
+
+
+def _check_compiler(options: Options, platform: str) -> None:
+    """Let the compiler say now, on a program of nothing, what it would say after the step was traced."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        unknown = next((name for name in options if reason.endswith(f"option: '{name}'")), None)
+        hint = _nearest(unknown, platform) if unknown else ""
+        raise ValueError(f"--compiler-options: the {platform} compiler says: {reason}{hint}") from None
+
+
+def _nearest(name: str, platform: str) -> str:
+    close = difflib.get_close_matches(name, [option.name for option in TABLES[platform]], n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; leave it out"
