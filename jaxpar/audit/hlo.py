@@ -103,7 +103,7 @@ _NUM_PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
 # Operands end at the parenthesis that attributes follow: types among them have parentheses of their own.
-_OPERANDS_END = re.compile(r"\)(?:, (?=\w+=)|$)")
+_OPERANDS_END = re.compile(r"\)(?:, (?=[\w-]+=)|$)")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLEES = re.compile(
     r"\b(calls|to_apply|condition|body|(?:branch|called)_computations|(?:true|false)_computation)="

@@ -37,15 +37,15 @@ def make_eval_step(model: Model) -> EvalStep:
 class Evaluation:
     loss: float
     """Nats per valid token."""
-    bits_per_byte: float
-    """Of the text: comparable between tokenizers."""
+    bits_per_byte: float | None
+    """Of the text, comparable between tokenizers; None where its size in bytes is not known."""
     num_tokens: int
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
-    def row(self) -> dict[str, float]:
+    def row(self) -> dict[str, float | None]:
         """What it adds to its step's row of metrics.jsonl."""
         return {
             "eval_loss": self.loss,
@@ -54,10 +54,8 @@ class Evaluation:
         }
 
     def __str__(self) -> str:
-        return (
-            f"eval loss {self.loss:.4f}  perplexity {self.perplexity:,.2f}  {self.bits_per_byte:.4f} bits per byte"
-            f"  ({self.num_tokens:,} tokens)"
-        )
+        bits = "" if self.bits_per_byte is None else f"  {self.bits_per_byte:.4f} bits per byte"
+        return f"eval loss {self.loss:.4f}  perplexity {self.perplexity:,.2f}{bits}  ({self.num_tokens:,} tokens)"
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Evaluator:
     step: EvalStep
     batch_of: Callable[[int], Batch]
     num_batches: int
-    bytes_per_token: float
+    bytes_per_token: float | None
     """Of the evaluation text, over all of its tokens."""
 
     @classmethod
@@ -77,11 +75,10 @@ class Evaluator:
         params: PyTree,
         batch_of: Callable[[int], Batch],
         num_batches: int,
-        bytes_per_token: float,
+        bytes_per_token: float | None,
     ) -> "Evaluator":
         """The evaluation of parameters of these types (arrays or abstract), compiled ahead."""
         assert num_batches >= 1
-        assert bytes_per_token > 0
         step = jax.jit(make_eval_step(model)).lower(params, batch_of(0)).compile()
         return cls(step, batch_of, num_batches, bytes_per_token)
 
@@ -93,4 +90,5 @@ class Evaluator:
             num_tokens += float(batch_tokens)
         assert num_tokens > 0, "the evaluation batches have no token that counts"
         loss = nll / num_tokens
-        return Evaluation(loss, loss / math.log(2) / self.bytes_per_token, int(num_tokens))
+        bits = loss / math.log(2)
+        return Evaluation(loss, bits / self.bytes_per_token if self.bytes_per_token else None, int(num_tokens))

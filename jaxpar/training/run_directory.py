@@ -120,8 +120,9 @@ def _choose(config: Config) -> Path:
     run = RunDirectory(Path(config.run.directory or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"))
     if (config.run.resume == "never" or not config.run.directory) and run.path.exists():
         run = RunDirectory(next(path for n in range(1, 10**6) if not (path := Path(f"{run.path}-{n}")).exists()))
-    if config.run.resume == "require" and not run.has_checkpoint:
-        raise ValueError(f"--resume: {run.path} has no checkpoint; give its --run-dir, or leave --resume out")
+    if (config.run.resume == "require" or config.run.eval_only) and not run.has_checkpoint:
+        flag = "--eval-only" if config.run.eval_only else "--resume"
+        raise ValueError(f"{flag}: {run.path} has no checkpoint; give its --run-dir, or leave {flag} out")
     if run.has_checkpoint:
         run.check_same(config)
     try:
