@@ -138,8 +138,7 @@ def _write_parts(plan: Sequence[_Part], tokenizer: Tokenizer, text_field: str, n
     seconds = sum(part.num_bytes for part in todo) / tokenizer.bytes_per_second
     if num_workers is None:
         num_workers = min(_num_cores(), len(todo)) if seconds > _START_WORKERS_SECONDS else 1
-    hidden = seconds < _SHOW_PROGRESS_SECONDS
-    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress:
+    with _progress(seconds > _SHOW_PROGRESS_SECONDS) as progress:
         task = progress.add_task("tokenizing", total=sum(part.num_bytes for part in plan))
         progress.advance(task, sum(part.num_bytes for part in plan) - sum(part.num_bytes for part in todo))
         if num_workers < 2:
@@ -235,11 +234,16 @@ def _texts(parts: Sequence[Unit], text_field: str, most_bytes: int) -> Iterator[
 
 
 def _train_bpe(target: Path, texts: Iterator[str], size: int) -> None:
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with _progress(True) as progress:
         progress.add_task(f"training a BPE of {size} tokens", total=None)
         tokenizer = train_bpe(texts, size)
     with replacing(target) as out:
         out.write(tokenizer.json.encode())
+
+
+def _progress(shown: bool) -> Progress:
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not (shown and console.is_terminal))
 
 
 def _num_cores() -> int:

@@ -15,6 +15,8 @@ class Samples(Protocol):
     """Samples that can be taken in any order."""
 
     seq_len: int
+    documents: Documents
+    """What the samples are made of."""
 
     @property
     def num_samples(self) -> int: ...
@@ -31,7 +33,7 @@ class PlainSamples:
     """
 
     def __init__(self, documents: Documents, seq_len: int, with_rest: bool = False):
-        self.seq_len = seq_len
+        self.documents, self.seq_len = documents, seq_len
         self._tokens, self._separator = documents.file.tokens, documents.file.separator
         # Documents that adjoin in the file are one run: the text is few runs where few documents were held out.
         ends = documents.starts + documents.lengths
@@ -69,7 +71,7 @@ class PackedSamples:
     """
 
     def __init__(self, documents: Documents, seq_len: int):
-        self.seq_len = seq_len
+        self.documents, self.seq_len = documents, seq_len
         self._tokens, self._separator = documents.file.tokens, documents.file.separator
         num_pieces = -(-documents.lengths // seq_len)
         document = np.repeat(np.arange(len(num_pieces)), num_pieces)

@@ -36,27 +36,29 @@ def select(file: TokenFile, kept: Bool[np.ndarray, " D"] | None = None) -> Docum
 def hold_out(files: Sequence[TokenFile], fraction: float) -> tuple[list[Documents], list[Documents]]:
     """(to train on, held out), each with one entry per file; equal documents are on one side, in whatever file.
 
-    A document is held out if its hash, as a number in [0, 1), is below `fraction`. If that takes none or all, the one
-    with the smallest hash is held out or the one with the largest is kept. A corpus of a single document is cut at
-    `fraction` of its tokens from the end; one that repeats a single document has nothing held out.
+    A document is held out if its hash, as a number in [0, 1), is below `fraction`, but for the last one of a file that
+    would lose all; if that is none, the one with the smallest hash is. Where every file is a single document, each is
+    cut at `fraction` of its tokens from the end.
     """
     everything = [select(file) for file in files]
     nothing = [select(file, np.zeros(file.num_documents, bool)) for file in files]
     if fraction == 0:
         return everything, nothing
-    if sum(file.num_documents for file in files) == 1:
+    if all(file.num_documents == 1 for file in files):
         return _cut(everything, fraction)
     hashes = [np.asarray(file.documents["hash"]) for file in files]
-    smallest, largest = min(h.min() for h in hashes if len(h)), max(h.max() for h in hashes if len(h))
-    if smallest == largest:
-        return everything, nothing
-    threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
-    threshold = min(max(threshold, smallest + np.uint64(1)), largest)
-    held = [h < threshold for h in hashes]
-    return (
-        [select(file, ~out) for file, out in zip(files, held)],
-        [select(file, out) for file, out in zip(files, held)],
-    )
+    below = int(fraction * 2.0**64)
+    smallest = min((int(h.min()) for h in hashes if h.min() < h.max()), default=0)
+    for limit in (below, smallest + 1):
+        held = [h <= np.uint64(min(limit, 2**64) - 1) if limit else np.zeros(len(h), bool) for h in hashes]
+        spared = np.array([h.max() for h, out in zip(hashes, held) if out.all()], np.uint64)
+        held = [out & ~np.isin(h, spared) for h, out in zip(hashes, held)]
+        if any(out.any() for out in held):
+            return (
+                [select(file, ~out) for file, out in zip(files, held)],
+                [select(file, out) for file, out in zip(files, held)],
+            )
+    return everything, nothing
 
 
 def _cut(documents: Sequence[Documents], fraction: float) -> tuple[list[Documents], list[Documents]]:

@@ -57,7 +57,7 @@ def open_token_file(path: Path, key: str) -> TokenFile | None:
         if sidecar["key"] != key or sidecar["hash"] != _content_hash(path):
             return None
         dtype, separator, num_empty = np.dtype(sidecar["dtype"]), sidecar["separator"], sidecar["num_empty"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     return TokenFile(path, _mapped(path, dtype), _mapped(_documents_path(path), DOCUMENT), separator, num_empty)
 
