@@ -83,6 +83,8 @@ def test_a_bpe_run_from_text_to_text(tmp_path):
     corpus = prepared(tmp_path, str(tmp_path / "a.jsonl"), **settings)
     assert corpus.evaluation is None
     assert (corpus.tokenizer.vocab_size, corpus.tokenizer.separator) == (300, 0)
+    assert documents[0].startswith(corpus.tokenizer.decode(corpus.prompt(4)))
+    assert len(corpus.prompt(4)) == 4
     batch = corpus.train.host_batch(7)
     for segment in range(1, batch.segment_ids[0, 0].max() + 1):
         text = corpus.tokenizer.decode(batch.targets[0, 0][batch.segment_ids[0, 0] == segment])
@@ -116,6 +118,8 @@ def test_bin_files_are_documents_of_the_tokenizer_that_is_named(tmp_path):
     other = prepared(tmp_path, f"{tmp_path}/b.bin", eval_fraction=0.3)
     assert other.evaluation is not None
     assert other.evaluation.bytes_per_token is None
+    write(tmp_path / "a.json", '{"dtype": "uint8"}')
+    assert prepared(tmp_path, f"{tmp_path}/a.bin", eval_fraction=0.0).num_tokens == 1960
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_a_row_of_parquet_is_a_document(tmp_path, kind):
     assert documents(path) == expected
     assert documents(path, unit_bytes=1) == expected
     assert [(unit.start, unit.end) for unit in units(path, "text", 1)] == [(i, i + 1) for i in range(9)]
+    assert documents(write_table(tmp_path / "empty.parquet", [], kind)) == []
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint8"])
@@ -124,7 +125,7 @@ BAD = [
     ("a.parquet", lambda path: write(path, b"PAR1 but not for long"), r" is no whole parquet file: "),
     ("a.parquet", lambda path: pq.write_table(pa.table({"body": ["a"], "n": [1]}), path), r" has no column 'text'; na"),
     ("a.parquet", lambda path: pq.write_table(pa.table({"text": [1]}), path), r": column 'text' is int64, not text"),
-    ("a.bin", bad_tokens, r": token 1000, the 1th, is beyond the tokenizer's 1000; name the one that wrote it"),
+    ("a.bin", bad_tokens, r": token 1 is 1000, the tokenizer's end at 999; name the one"),
     ("a.bin", lambda path: write(path, b"odd"), r": 3 bytes are no whole number of uint16 tokens"),
     ("a.bin", lambda path: (bad_tokens(path), write(path.with_suffix(".json"), "{}")), r".json does not say"),
 ]

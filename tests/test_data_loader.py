@@ -15,7 +15,7 @@ from data_helpers import counting_documents, same, write
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.data import Loader
+from jaxpar.data import Loader, Prefetcher
 from jaxpar.data.loader import local_rows
 from jaxpar.data.order import EvaluationOrder, TrainingOrder, interleave
 from jaxpar.data.samples import PackedSamples, PlainSamples
@@ -200,6 +200,18 @@ def test_a_batch_on_a_mesh_is_the_host_batch_with_the_asked_sharding(sizes):
     for field in jax.tree.leaves(batch):
         assert field.sharding == sharding
         assert jax.typeof(field).sharding.spec == SPEC
+
+
+def test_batches_are_put_on_devices_ahead_of_their_step():
+    loader, sharding = plain(3000, batch_size=32, seq_len=8, num_microbatches=2), batch_sharding(data=2, context=4)
+    with (
+        jax.set_mesh(sharding.mesh),
+        Prefetcher(lambda step: loader.batch(step, sharding), first=2, stop=5, depth=2) as ahead,
+    ):
+        for step in range(2, 5):
+            batch = ahead.next()
+            assert batch.targets.sharding == sharding
+            assert same(jax.tree.map(np.asarray, batch), loader.host_batch(step))
 
 
 PROCESS = """

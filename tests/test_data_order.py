@@ -37,7 +37,7 @@ def test_weights_of_too_many_digits_are_refused():
 
 
 def test_each_source_is_shuffled_over_its_whole_and_repeated_by_itself():
-    order = TrainingOrder((10, 7, 3), interleave([Fraction(5), Fraction(3), Fraction(2)]), seed=3)
+    order = TrainingOrder((40, 30, 20), interleave([Fraction(5), Fraction(3), Fraction(2)]), seed=3)
     source, sample = order.at(np.arange(1000))
     assert Counter(source.tolist()) == {0: 500, 1: 300, 2: 200}
     for number, size in enumerate(order.num_samples):
@@ -46,9 +46,9 @@ def test_each_source_is_shuffled_over_its_whole_and_repeated_by_itself():
         assert np.array_equal(np.sort(epochs), np.tile(np.arange(size), (len(epochs), 1)))
         assert len({epoch.tobytes() for epoch in epochs}) > 3
     picked = np.array([999, 0, 512, 512])
-    again = TrainingOrder((10, 7, 3), order.pattern, seed=3).at(picked)
+    again = TrainingOrder((40, 30, 20), order.pattern, seed=3).at(picked)
     assert np.array_equal(again, (source[picked], sample[picked]))
-    assert not np.array_equal(TrainingOrder((10, 7, 3), order.pattern, seed=4).at(np.arange(1000))[1], sample)
+    assert not np.array_equal(TrainingOrder((40, 30, 20), order.pattern, seed=4).at(np.arange(1000))[1], sample)
 
 
 def test_an_evaluation_is_every_sample_once_shuffled_alike():

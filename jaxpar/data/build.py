@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing.process import BaseProcess
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxpar.data import cache
-from jaxpar.data.documents import Piece, Unit, locate, read, units
+from jaxpar.data.documents import Piece, Unit, dtype_file, locate, read, units
 from jaxpar.data.sources import RECORD_SUFFIX, TABLE_SUFFIX, content_suffix
 from jaxpar.data.tokenizer import JsonTokenizer, Tokenizer, train_bpe
 from jaxpar.data.tokens import FORMAT_VERSION, TokenFile, digest, open_token_file, replacing, writing
@@ -73,7 +74,8 @@ def build_token_file(
       ValueError: a file is not what its suffix says, none has text, or the cache cannot be written.
     """
     cache_dir = cache_dir or cache.default_directory()
-    key = digest(FORMAT_VERSION, cache.versions(files), tokenizer.fingerprint, text_field, part_bytes)
+    beside = [sidecar for file in files if (sidecar := dtype_file(file))]
+    key = digest(FORMAT_VERSION, cache.versions([*files, *beside]), tokenizer.fingerprint, text_field, part_bytes)
     target = cache_dir / f"{key[:32]}.bin"
     if (cached := open_token_file(target, key)) is not None:
         return cached
@@ -154,6 +156,10 @@ def _write_parts(plan: Sequence[_Part], tokenizer: Tokenizer, text_field: str, n
                 for future in as_completed(done):
                     future.result()
                     progress.advance(task, done[future].num_bytes)
+            except BrokenProcessPool:
+                raise ValueError(
+                    f"one of {num_workers} tokenizing processes was killed, for memory perhaps; run again to go on"
+                ) from None
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 

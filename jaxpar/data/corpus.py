@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from jaxtyping import Int
+
 from jaxpar.config import DataConfig
 from jaxpar.data import build
 from jaxpar.data.loader import Loader
@@ -39,6 +42,12 @@ class Corpus:
     tokenizer: Tokenizer
     num_tokens: int
     """To train on."""
+
+    def prompt(self, num_tokens: int) -> Int[np.ndarray, " P"]:
+        """What to sample a continuation of: at most so many tokens, from the beginning of the first source."""
+        documents = self.train.samples[0].documents
+        start, length = documents.starts[0], documents.lengths[0]
+        return np.asarray(documents.file.tokens[start : start + min(length, num_tokens)], np.int32)
 
 
 def prepare(

@@ -272,6 +272,8 @@ def _table_units(path: Path, text_field: str, unit_bytes: int) -> list[Unit]:
         if not (pa.types.is_string(value) or pa.types.is_large_string(value)):
             raise ValueError(f"{path}: column {text_field!r} is {kind}, not text; name another by --text-field")
         sizes = [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
+    if not sizes:
+        return [Unit(path, 0, 0, 0, True)]
     result, start = [], 0
     for group in range(len(sizes)):
         is_last = group == len(sizes) - 1
@@ -317,8 +319,8 @@ def _read_tokens(unit: Unit, separator: int, vocab_size: int) -> Iterator[Piece]
         if block.max() >= vocab_size:
             at = start + int(np.argmax(block >= vocab_size))
             raise ValueError(
-                f"{unit.path}: token {tokens[at]}, the {at}th, is beyond the tokenizer's {vocab_size}; "
-                "name the one that wrote it by --tokenizer"
+                f"{unit.path}: token {at} is {tokens[at]}, the tokenizer's end at {vocab_size - 1}; "
+                "name the one that wrote them by --tokenizer"
             )
         ends = np.flatnonzero(block == separator)
         for first, end in zip((0, *(ends + 1)), (*ends, len(block))):
@@ -330,14 +332,20 @@ def _read_tokens(unit: Unit, separator: int, vocab_size: int) -> Iterator[Piece]
         yield Piece(tokens[:0], unit, len(tokens), False, True)
 
 
+def dtype_file(path: Path) -> Path | None:
+    """What is beside a .bin file to say its type, if there is one."""
+    sidecar = path.with_suffix(".json")
+    return sidecar if path.suffix == TOKEN_SUFFIX and sidecar.exists() else None
+
+
 def open_tokens(path: Path) -> UInt[np.memmap, " T"]:
     """A .bin file: little-endian uint16, as nanoGPT writes it, or what the .json beside it says: {"dtype": "uint32"}.
 
     Raises:
       ValueError: another dtype, or a size that is no multiple of its.
     """
-    dtype, sidecar = np.dtype("<u2"), path.with_suffix(".json")
-    if sidecar.exists():
+    dtype = np.dtype("<u2")
+    if sidecar := dtype_file(path):
         try:
             dtype = np.dtype(json.loads(sidecar.read_bytes())["dtype"]).newbyteorder("<")
         except (OSError, ValueError, KeyError, TypeError):

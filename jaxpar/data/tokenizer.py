@@ -54,7 +54,7 @@ class ByteTokenizer:
     separator: int = 0
     fingerprint: str = "bytes"
     reserved: bytes | None = b"\0"
-    bytes_per_second: float = 3e8
+    bytes_per_second: float = 1e8
 
     def encode(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, " T"]]:
         return [np.frombuffer(text, np.uint8) for text in texts]
