@@ -31,8 +31,8 @@ BPE_TRAINING_BYTES = 1 << 28
 
 _BATCH_BYTES = 1 << 22
 _SHOW_PROGRESS_SECONDS = 1.0
-_START_WORKERS_SECONDS = 8.0
-"""Of work: a new process first imports what the program imports."""
+_START_WORKERS_SECONDS = 30.0
+"""Of one core's work: a new process first imports what the program imports, and the tokenizers library has threads."""
 
 _log = logging.getLogger(__name__)
 
