@@ -1,7 +1,7 @@
 """Text -> tokens -> batches. What step k is fed is a pure function of (seed, k)."""
 
+from jaxpar.data.corpus import Corpus, Evaluation, prepare
 from jaxpar.data.loader import Loader
-from jaxpar.data.sources import find_files
-from jaxpar.data.tokens import TokenFile, build_token_file
+from jaxpar.data.prefetch import Prefetcher
 
-__all__ = ["Loader", "TokenFile", "build_token_file", "find_files"]
+__all__ = ["Corpus", "Evaluation", "Loader", "Prefetcher", "prepare"]

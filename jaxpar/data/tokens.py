@@ -1,120 +1,141 @@
-"""Documents -> tokens -> a token file, written once and mapped into memory by every later run."""
+"""The token file: a corpus as one sequence of tokens, and where in it the documents lie. Whole, or not there."""
 
 import hashlib
 import json
 import os
+import shutil
 import uuid
+from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from jaxtyping import UInt, UInt8
-from rich.console import Console
-from rich.progress import Progress
+from jaxtyping import Shaped, UInt
 
-BYTE_VOCAB_SIZE = 256
-SEPARATOR = 0
-"""The token after each document: NUL, a byte that no text has."""
+FORMAT_VERSION = 2
 
-_FORMAT_VERSION = 1
-_PIECE_BYTES = 1 << 24
-_SHOW_PROGRESS_BYTES = 50_000_000
+DOCUMENT = np.dtype([("start", "<u8"), ("num_tokens", "<u8"), ("num_bytes", "<u8"), ("hash", "<u8")])
+"""Tokens with the separator; bytes of text, 0 where the text is not known; a hash of the content's beginning."""
+
+_HASH_CHUNK_BYTES = 1 << 26
+_ROWS_IN_MEMORY = 1 << 16
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A corpus as one sequence of tokens, each document followed by SEPARATOR."""
+    """Documents on end, each followed by the separator."""
 
     path: Path
-    tokens: UInt[np.memmap, " T"] = field(repr=False, compare=False)
-    """Read-only: uint8, or little-endian uint16 where the vocabulary needs it."""
-    num_tokens: int
-    vocab_size: int
-    num_documents: int
+    tokens: UInt[np.ndarray, " T"] = field(repr=False, compare=False)
+    """Mapped, read-only: little-endian, of the least width that the vocabulary needs."""
+    documents: Shaped[np.ndarray, " D"] = field(repr=False, compare=False)
+    """Mapped, read-only: of dtype DOCUMENT."""
+    separator: int
+    num_empty: int = 0
+    """Documents without text, which were left out."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents)
 
 
-def build_token_file(files: Sequence[Path], cache_dir: Path | None = None) -> TokenFile:
-    """The token file of `files`, one document each, from the cache where these very files are in it.
+def open_token_file(path: Path, key: str) -> TokenFile | None:
+    """The token file that was written under this key, or None where there is none with the content it was given.
 
-    The cache knows files by path, size and modification time. A token file comes into its place whole or not
-    at all, so that processes may build the same one at once; one that was cut short since is built again.
-
-    Args:
-      files: as `find_files` gives them, in the order in which the tokens will lie.
-      cache_dir: $XDG_CACHE_HOME/jaxpar/tokens by default, ~/.cache/jaxpar/tokens without that variable.
-
-    Raises:
-      ValueError: a file is no text.
+    All of it is read, on every core, at more than a gigabyte per second.
     """
-    if cache_dir is None:
-        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar" / "tokens"
-    paths = [os.path.abspath(file) for file in files]
-    stats = [os.stat(path) for path in paths]
-    versions = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats)]
-    key = _digest(_FORMAT_VERSION, versions)
-    target = cache_dir / f"{key[:32]}.bin"
-    if (cached := _open(target, key)) is not None:
-        return cached
-
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    num_tokens = _write_byte_tokens(target, files, num_bytes=sum(stat.st_size for stat in stats))
-    sidecar = {
-        "dtype": np.dtype(np.uint8).str,
-        "num_tokens": num_tokens,
-        "num_documents": len(files),
-        "vocab_size": BYTE_VOCAB_SIZE,
-        "key": key,
-        "sources": _digest(paths),
-    }
-    # After the tokens, so that there is never a sidecar without them.
-    with _replacing(target.with_suffix(".json")) as out:
-        out.write(json.dumps(sidecar, indent=2).encode())
-    built = _open(target, key)
-    assert built is not None, f"{target} changed while it was being written"
-    return built
-
-
-def byte_tokens(file: Path) -> Iterator[UInt8[np.ndarray, " N"]]:
-    """A document's tokens, its bytes and SEPARATOR, in pieces that fit in memory."""
-    offset = 0
-    with file.open("rb") as text:
-        while piece := text.read(_PIECE_BYTES):
-            if (nul := piece.find(0)) >= 0:
-                raise ValueError(f"{file}: byte {offset + nul} is NUL, not text; leave the file out of --data")
-            offset += len(piece)
-            yield np.frombuffer(piece, np.uint8)
-    yield np.array([SEPARATOR], np.uint8)
-
-
-def _write_byte_tokens(target: Path, files: Sequence[Path], num_bytes: int) -> int:
-    is_short = num_bytes < _SHOW_PROGRESS_BYTES
-    progress = Progress(console=Console(stderr=True), transient=True, disable=is_short)
-    with _replacing(target) as out, progress:
-        task = progress.add_task(f"tokenizing {len(files)} files", total=num_bytes)
-        for file in files:
-            for piece in byte_tokens(file):
-                out.write(piece.data)
-                progress.advance(task, len(piece))
-        return out.tell()
-
-
-def _open(target: Path, key: str) -> TokenFile | None:
-    """The token file, or None where there is no whole one."""
     try:
-        sidecar = json.loads(target.with_suffix(".json").read_bytes())
-        dtype = np.dtype(sidecar["dtype"])
-        whole = sidecar["key"] == key and target.stat().st_size == sidecar["num_tokens"] * dtype.itemsize
-        sizes = {name: sidecar[name] for name in ("num_tokens", "vocab_size", "num_documents")}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        sidecar = json.loads(path.with_suffix(".json").read_bytes())
+        if sidecar["key"] != key or sidecar["hash"] != _content_hash(path):
+            return None
+        dtype, separator, num_empty = np.dtype(sidecar["dtype"]), sidecar["separator"], sidecar["num_empty"]
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
-    return TokenFile(path=target, tokens=np.memmap(target, dtype, mode="r"), **sizes) if whole else None
+    return TokenFile(path, _mapped(path, dtype), _mapped(_documents_path(path), DOCUMENT), separator, num_empty)
+
+
+class TokenWriter:
+    """Appends documents to a token file."""
+
+    def __init__(self, tokens: BinaryIO, documents: BinaryIO, dtype: np.dtype, separator: int):
+        self._tokens, self._documents = tokens, documents
+        self._dtype, self._separator = dtype, np.array([separator], dtype)
+        # What was added last stays here until the next: it may go on.
+        self._rows = array("Q")
+        self._num_tokens = 0
+        self.num_empty = 0
+
+    def add(self, tokens: UInt[np.ndarray, " T"], num_bytes: int, content_hash: int, begins: bool, ends: bool) -> None:
+        """A document, or a piece of one; what goes on from the last one before this file opens a row of its own."""
+        self._tokens.write(tokens.astype(self._dtype, copy=False).data)
+        size = len(tokens) + ends
+        if ends:
+            self._tokens.write(self._separator.data)
+        if begins or not self._rows:
+            self._flush(_ROWS_IN_MEMORY)
+            self._rows.extend((self._num_tokens, size, num_bytes, content_hash))
+        else:
+            self._rows[-3] += size
+            self._rows[-2] += num_bytes
+        self._num_tokens += size
+
+    def append(self, part: TokenFile, continues: bool) -> None:
+        """Another file's documents, the first of which may continue the last one here."""
+        with part.path.open("rb") as tokens:
+            shutil.copyfileobj(tokens, self._tokens, 1 << 24)
+        rows = part.documents
+        if continues:
+            self._rows[-3] += int(rows["num_tokens"][0])
+            self._rows[-2] += int(rows["num_bytes"][0])
+            rows = rows[1:]
+        for start in range(0, len(rows), _ROWS_IN_MEMORY):
+            self._flush(_ROWS_IN_MEMORY)
+            block = rows[start : start + _ROWS_IN_MEMORY].copy()
+            block["start"] += self._num_tokens
+            self._rows.frombytes(block.tobytes())
+        self._num_tokens += part.num_tokens
+        self.num_empty += part.num_empty
+
+    def close(self) -> None:
+        self._documents.write(self._rows.tobytes())
+
+    def _flush(self, most: int) -> None:
+        """Write all rows but the last once there are `most`."""
+        if len(self._rows) >= 4 * most:
+            self._documents.write(self._rows[:-4].tobytes())
+            self._rows = self._rows[-4:]
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[BinaryIO]:
+def writing(path: Path, key: str, vocab_size: int, separator: int) -> Iterator[TokenWriter]:
+    """A token file that comes into its place whole when the block ends well, and goes away if it does not."""
+    dtype = np.min_scalar_type(vocab_size - 1).newbyteorder("<")
+    with replacing(path) as tokens, replacing(_documents_path(path)) as documents:
+        writer = TokenWriter(tokens, documents, dtype, separator)
+        yield writer
+        writer.close()
+    sidecar = {
+        "key": key,
+        "dtype": dtype.str,
+        "separator": separator,
+        "num_empty": writer.num_empty,
+        "hash": _content_hash(path),
+    }
+    # After the tokens, so that there is never a sidecar without them.
+    with replacing(path.with_suffix(".json")) as out:
+        out.write(json.dumps(sidecar, indent=2).encode())
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `target` if the block ends well, and goes away if it does not."""
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
     try:
@@ -125,5 +146,35 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def _digest(*value: object) -> str:
+def digest(*value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _documents_path(path: Path) -> Path:
+    return path.with_suffix(".documents")
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def _content_hash(path: Path) -> str:
+    """Of tokens and documents: a hash of their chunks' hashes, so that every core takes part."""
+    chunks: Sequence[tuple[Path, int]] = [
+        (file, start)
+        for file in (path, _documents_path(path))
+        for start in range(0, max(file.stat().st_size, 1), _HASH_CHUNK_BYTES)
+    ]
+    with ThreadPoolExecutor(min(len(chunks), os.cpu_count() or 1)) as pool:
+        return hashlib.blake2b(b"".join(pool.map(_chunk_hash, chunks)), digest_size=32).hexdigest()
+
+
+def _chunk_hash(chunk: tuple[Path, int]) -> bytes:
+    file, start = chunk
+    hashed = hashlib.blake2b(digest_size=32)
+    with file.open("rb") as content:
+        content.seek(start)
+        for _ in range(0, _HASH_CHUNK_BYTES, 1 << 20):
+            hashed.update(content.read(1 << 20))
+    return hashed.digest()
