@@ -13,26 +13,18 @@ from jaxpar import data
 from jaxpar.config import Config
 from jaxpar.decoding.sample import sample
 from jaxpar.parallel.batch import Batch
-from jaxpar.training import (
-    compiler_options,
-    distributed,
-    html_report,
-    loop,
-    optimizer,
-    processes,
-    report,
-    runtime,
-    setup,
-)
-from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.training import compiler_options, distributed, loop, optimizers, runtime, setup
+from jaxpar.training.checkpoints.checkpoint import Checkpoints
+from jaxpar.training.checkpoints.run_directory import RunDirectory
+from jaxpar.training.distributed import processes
 from jaxpar.training.evaluate import Evaluation, Evaluator
-from jaxpar.training.memory import DeviceMemory
-from jaxpar.training.metrics import Meter
 from jaxpar.training.model import Model
-from jaxpar.training.profiler import Profile, parse_steps
-from jaxpar.training.run_directory import RunDirectory
+from jaxpar.training.reporting import html_report, progress
+from jaxpar.training.reporting.memory import DeviceMemory
+from jaxpar.training.reporting.metrics import Meter
+from jaxpar.training.reporting.profiler import Profile, parse_steps
+from jaxpar.training.reporting.trackers import Trackers, parse_trackers
 from jaxpar.training.step import TrainState, init_state, make_step
-from jaxpar.training.trackers import Trackers, parse_trackers
 from models.count import num_parameters
 
 log = logging.getLogger("jaxpar")
@@ -51,7 +43,7 @@ def main(args: list[str]) -> None:
     mesh = setup.make_mesh(config)
     config = configs.with_mesh(config, mesh.shape)
     model = setup.make_model(config, mesh)
-    tx = optimizer.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
+    tx = optimizers.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
     options = compiler_options.resolve(config.run.compiler_options, jax.default_backend())
     trackers = parse_trackers(config.run.trackers)
     profiled = parse_steps(config.run.profile, config.stop_at)
@@ -108,7 +100,7 @@ def main(args: list[str]) -> None:
 
         memory = DeviceMemory(jax.local_devices(), compiled)
         tokens = rows[-1]["tokens"] if rows else first * config.data.batch_size * config.data.seq_len
-        learning_rate = optimizer.schedule(config.optimizer, config.run.steps)
+        learning_rate = optimizers.schedule(config.optimizer, config.run.steps)
         meter = Meter(config, mesh.size, peak, learning_rate, tokens, memory.peak_bytes)
         if processes.is_first():
             stack.callback(draw, run)
@@ -117,12 +109,12 @@ def main(args: list[str]) -> None:
         batches = stack.enter_context(data.Prefetcher(make_batch, first, config.stop_at, config.run.prefetch))
         profile = stack.enter_context(contextlib.closing(Profile(profiled, run.path / "profile")))
         tracking = stack.enter_context(contextlib.closing(Trackers.start(trackers, run.path, config, first)))
-        progress = stack.enter_context(report.ProgressReport(console, first, config.stop_at))
+        bar = stack.enter_context(progress.ProgressReport(console, first, config.stop_at))
 
         def record(row: dict) -> None:
             run.append_metrics(row)
             tracking.log(row)
-            progress.update(row)
+            bar.update(row)
 
         state = loop.run(
             compiled,
@@ -154,7 +146,7 @@ def main(args: list[str]) -> None:
             return
         if config.run.sample_tokens:
             prompt = corpus.prompt(64)
-            params = optimizer.evaluation_params(state.opt_state, state.params)
+            params = optimizers.evaluation_params(state.opt_state, state.params)
             drawn = sample(model, params, prompt, config.run.sample_tokens, config.data.seq_len, config.run.seed)
             console.print(corpus.tokenizer.decode([*prompt, *drawn]), markup=False)
     console.print(f"{run.path}: config.toml, metrics.jsonl, report.html, loss.png, checkpoints/{last}", soft_wrap=True)
@@ -171,19 +163,19 @@ def make_evaluate(
     assert sharding is not None
     evaluator = Evaluator.compile(
         model,
-        optimizer.evaluation_params(state.opt_state, state.params),
+        optimizers.evaluation_params(state.opt_state, state.params),
         lambda index: evaluation.loader.batch(index, sharding),
         min(config.run.eval_batches, evaluation.num_batches),
         evaluation.bytes_per_token,
     )
-    return lambda state: evaluator(optimizer.evaluation_params(state.opt_state, state.params))
+    return lambda state: evaluator(optimizers.evaluation_params(state.opt_state, state.params))
 
 
 def draw(run: RunDirectory) -> None:
     """The run's pictures, of whatever it has come to."""
     try:
         rows = run.read_metrics()
-        report.plot_loss(rows, run.path / "loss.png")
+        progress.plot_loss(rows, run.path / "loss.png")
         html_report.write_report(rows, (run.path / "config.toml").read_text(), run.path / "report.html")
     except OSError as error:
         log.warning("no pictures of %s: %s", run.path, error.strerror)

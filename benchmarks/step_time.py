@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks.plain import Plain
 from jaxpar import config as configs
-from jaxpar.training import optimizer, runtime, setup
+from jaxpar.training import optimizers, runtime, setup
 from jaxpar.training.precision import Precision
 from jaxpar.training.step import init_state, make_step
 from jaxpar.verify import random_batch
@@ -91,7 +91,7 @@ def build(config: configs.Config) -> tuple[Step, Step]:
         raise ValueError("the plain step has one microbatch and full remat; leave --grad-accumulation and --remat out")
     mesh = setup.make_mesh(config)
     model = setup.make_model(config, mesh)
-    tx = optimizer.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
+    tx = optimizers.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
     with jax.set_mesh(mesh):
         batch = jax.device_put(random_batch(config), model.layout.sharding(model.layout.stacked_batch_spec()))
         batch = dataclasses.replace(batch, loss_weights=jnp.ones_like(batch.loss_weights))

@@ -133,7 +133,7 @@ def _checkpoint(given: argparse.Namespace) -> None:
     # Here, since they take a second to import.
     import jax
 
-    from jaxpar.training import export
+    from jaxpar.training.checkpoints import export
 
     jax.config.update("jax_platforms", "cpu")
     path = Path(given.path)

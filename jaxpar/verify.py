@@ -21,7 +21,7 @@ from jaxpar.config import Config, DataConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
 from jaxpar.planning.traffic import Traffic, TrafficSettings, step_traffic
-from jaxpar.training import optimizer, setup
+from jaxpar.training import optimizers, setup
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
@@ -195,7 +195,7 @@ def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[
     text = ",".join(f"{axis}={n}" for axis, n in mesh.items())
     gpus = build_mesh(text, "", devices)
     model = setup.make_model(config, gpus)
-    tx = optimizer.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
+    tx = optimizers.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
     step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
     with jax.enable_x64(config.run.precision == "float64"):
         # Before the mesh is current: nothing can be computed on devices that are not here.

@@ -12,10 +12,11 @@ import pytest
 
 from jaxpar import toml
 from jaxpar.config import Config, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
-from jaxpar.training import checkpoint, optimizer, setup
-from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.training import optimizers, setup
+from jaxpar.training.checkpoints import checkpoint
+from jaxpar.training.checkpoints.checkpoint import Checkpoints
+from jaxpar.training.checkpoints.run_directory import RunDirectory
 from jaxpar.training.model import Model
-from jaxpar.training.run_directory import RunDirectory
 from jaxpar.training.step import TrainState, init_state
 from jaxpar.verify import true_sizes
 from models.config import ModelConfig
@@ -38,13 +39,15 @@ def model_of(mesh: str | None, devices: int, changes: tuple) -> Model:
 def checkpoints(tmp_path, mesh: str | None, devices: int, tx=None, run=None, **changes) -> Checkpoints:
     model = model_of(mesh, devices, tuple(changes.items()))
     config = Config(model=model.config, data=DataConfig(batch_size=12, seq_len=12), run=run or RunConfig())
-    return Checkpoints(tmp_path / "checkpoints", model, tx or optimizer.make(config.optimizer, 10, model.names), config)
+    return Checkpoints(
+        tmp_path / "checkpoints", model, tx or optimizers.make(config.optimizer, 10, model.names), config
+    )
 
 
 @functools.cache
 def _state_of(model: Model) -> TrainState:
     """A state whose moments are no zeros: they would be restored as well by anything."""
-    state = init_state(model, optimizer.make(OptimizerConfig(), 10, model.names), seed=1)
+    state = init_state(model, optimizers.make(OptimizerConfig(), 10, model.names), seed=1)
     moments = state.opt_state[0]
     fill = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))
     opt_state = (moments._replace(mu=fill(state.params), nu=fill(state.params)), *state.opt_state[1:])

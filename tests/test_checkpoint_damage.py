@@ -12,8 +12,8 @@ import pytest
 from test_checkpoint import at_step, checkpoints, state_of
 
 from jaxpar.config import Config, RunConfig
-from jaxpar.training import checkpoint
-from jaxpar.training.run_directory import RunDirectory
+from jaxpar.training.checkpoints import checkpoint
+from jaxpar.training.checkpoints.run_directory import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_rows_that_a_full_disk_does_not_take_are_written_later(tmp_path, caplog)
 
 def test_two_processes_share_the_work(copy):
     """Each digests every other file; neither share alone passes for the whole."""
-    from jaxpar.training import integrity
+    from jaxpar.training.checkpoints import integrity
 
     directory = copy / "2"
     manifest = directory / "checksums.sha256"

@@ -20,8 +20,9 @@ from safetensors.numpy import load_file
 
 from jaxpar import cli, verify
 from jaxpar.config import Config, ParallelConfig
-from jaxpar.training import export, setup
-from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.training import setup
+from jaxpar.training.checkpoints import export
+from jaxpar.training.checkpoints.checkpoint import Checkpoints
 from jaxpar.training.step import init_state
 from jaxpar.verify import true_sizes
 from meshes import parse_mesh

@@ -9,7 +9,7 @@ from jax.experimental import topologies
 
 from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig, ParallelConfig
-from jaxpar.training import optimizer, setup
+from jaxpar.training import optimizers, setup
 from jaxpar.training.compiler_options import TABLES, Options, as_text, resolve
 from jaxpar.training.step import abstract_state, make_step
 from jaxpar.verify import abstract_batch
@@ -28,7 +28,7 @@ def lowered_step(devices, model_config: ModelConfig = MODEL) -> jax.stages.Lower
     )
     mesh = build_mesh(config.parallel.mesh, "", devices)
     model = setup.make_model(config, mesh)
-    tx = optimizer.adamw(config.optimizer, config.run.steps, model.names)
+    tx = optimizers.make(config.optimizer, config.run.steps, model.names)
     arguments = abstract_state(model, tx), abstract_batch(config, model)
     with jax.set_mesh(mesh), jax.enable_x64(False):  # as in a run: loops then count in int32, which TPU pipelines
         return jax.jit(make_step(model, tx, 1.0), donate_argnums=0).lower(*arguments)

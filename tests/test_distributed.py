@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.training.rendezvous import Rendezvous
+from jaxpar.training.distributed.rendezvous import Rendezvous
 
 ROOT = Path(__file__).parent.parent
 MODEL = """

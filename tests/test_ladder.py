@@ -14,7 +14,7 @@ import pytest
 
 from jaxpar.config import Config, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
 from jaxpar.parallel.batch import Batch
-from jaxpar.training import optimizer, setup
+from jaxpar.training import optimizers, setup
 from jaxpar.training.step import init_state, make_step
 from jaxpar.verify import gradient_errors, random_batch, true_sizes
 from models.config import ModelConfig
@@ -51,7 +51,7 @@ def outcome(config: Config, on_mesh: bool = True):
     """
     mesh = setup.make_mesh(config, jax.devices()[: num_devices(config.parallel.mesh)]) if on_mesh else None
     model = setup.make_model(config, mesh)
-    tx = optimizer.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
+    tx = optimizers.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
     with jax.set_mesh(mesh) if mesh is not None else jax.default_device(jax.devices()[0]):
         state = init_state(model, tx, seed=0)
         params = true_sizes(model, state.params)

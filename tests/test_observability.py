@@ -22,12 +22,13 @@ from rich.console import Console
 
 from jaxpar import toml
 from jaxpar.config import Config, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
-from jaxpar.training import html_report, loop, optimizer, report, setup, trackers
-from jaxpar.training.interrupt import StopOnSignal
-from jaxpar.training.memory import DeviceMemory
-from jaxpar.training.metrics import Meter
-from jaxpar.training.norms import group_norms
-from jaxpar.training.profiler import Profile, parse_steps
+from jaxpar.training import loop, optimizers, setup
+from jaxpar.training.distributed.interrupt import StopOnSignal
+from jaxpar.training.reporting import html_report, progress, trackers
+from jaxpar.training.reporting.memory import DeviceMemory
+from jaxpar.training.reporting.metrics import Meter
+from jaxpar.training.reporting.norms import group_norms
+from jaxpar.training.reporting.profiler import Profile, parse_steps
 from jaxpar.training.step import init_state, make_step
 from jaxpar.verify import random_batch
 from meshes import PeakFlops
@@ -51,8 +52,8 @@ class Training:
     def __init__(self):
         self.mesh = setup.make_mesh(CONFIG, jax.devices()[:4])
         model = setup.make_model(CONFIG, self.mesh)
-        tx = optimizer.make(CONFIG.optimizer, CONFIG.run.steps, model.names)
-        self.learning_rate = optimizer.schedule(CONFIG.optimizer, CONFIG.run.steps)
+        tx = optimizers.make(CONFIG.optimizer, CONFIG.run.steps, model.names)
+        self.learning_rate = optimizers.schedule(CONFIG.optimizer, CONFIG.run.steps)
         with jax.set_mesh(self.mesh):
             self.initial = init_state(model, tx, 0)
             sharding = model.layout.sharding(model.layout.stacked_batch_spec())
@@ -283,9 +284,9 @@ def test_lines_show_an_evaluation_where_there_was_one(training):
     console = Console(file=io.StringIO(), width=200)
     rows = []
     training.run(rows, [], stop_at=2)
-    with report.ProgressReport(console, 0, 100) as progress:
+    with progress.ProgressReport(console, 0, 100) as bar:
         for number, eval_loss in ((3, None), (4, 2.5), (5, None)):
-            progress.update(rows[0] | {"step": number, "eval_loss": eval_loss})
+            bar.update(rows[0] | {"step": number, "eval_loss": eval_loss})
     lines = console.file.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 4/100", "step 5/100"]
     assert lines[0].endswith("eval loss 2.5000")

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.audit.hlo import read_collectives, summarize
 from jaxpar.config import Config, OptimizerConfig, ParallelConfig, RunConfig
-from jaxpar.training import optimizer, setup
-from jaxpar.training.muon import deal
+from jaxpar.training import optimizers, setup
+from jaxpar.training.optimizers.muon import deal
 from models.config import ModelConfig
 
 VOCAB = 250  # padded to 256
@@ -85,7 +85,7 @@ def standard(function):
 def by_hand(name: str) -> optax.GradientTransformation:
     """optax on whole parameters in a flat dict."""
     c = CONFIGS[name]
-    rate = optimizer.schedule(c, NUM_STEPS)
+    rate = optimizers.schedule(c, NUM_STEPS)
     mask = {name: name in KERNELS for name in NAMES}
     decayed = optax.chain(optax.add_decayed_weights(c.weight_decay, mask), optax.scale_by_learning_rate(rate))
     match name:
@@ -216,7 +216,7 @@ def zero_typed(model, mesh):
 
 def compiled_update(tx: optax.GradientTransformation, abstract, mesh):
     """(update, its state) for abstract parameters; the state's types go in as they come out."""
-    abstract_state = optimizer.abstract_state(tx, abstract, mesh)
+    abstract_state = optimizers.abstract_state(tx, abstract, mesh)
 
     @standard
     def step(params, state, grads):
@@ -235,7 +235,7 @@ def test_sharded_is_optax_on_one_device(name, mesh):
     abstract = zero_typed(model, made) if "data" in mesh else model.abstract
     params, all_grads = whole()
     params = on_mesh(params, abstract)
-    tx = optimizer.make(CONFIGS[name], NUM_STEPS, model.names, VOCAB)
+    tx = optimizers.make(CONFIGS[name], NUM_STEPS, model.names, VOCAB)
     init, step = compiled_update(tx, abstract, made)
     with jax.set_mesh(made):
         state = init(params)
@@ -243,7 +243,7 @@ def test_sharded_is_optax_on_one_device(name, mesh):
         for grads in all_grads:
             params, state = step(params, state, on_mesh(grads, abstract))
         assert jax.tree.map(jax.typeof, (params, state)) == types
-        evaluated = optimizer.evaluation_params(state, params)
+        evaluated = optimizers.evaluation_params(state, params)
         assert jax.tree.map(jax.typeof, evaluated) == types[0]
     start = whole()[0]
     for got, want in zip((params, evaluated), wanted(name)):
@@ -259,7 +259,7 @@ def test_sharded_is_optax_on_one_device(name, mesh):
 def test_muon_moves_shards_and_gathers_no_stack():
     """Layers that fsdp divides are dealt out: four all-to-alls' worth of bytes, and only scalars besides."""
     model, mesh = model_on("fsdp=4")
-    _, step = compiled_update(optimizer.make(CONFIGS["muon"], NUM_STEPS, model.names, VOCAB), model.abstract, mesh)
+    _, step = compiled_update(optimizers.make(CONFIGS["muon"], NUM_STEPS, model.names, VOCAB), model.abstract, mesh)
     traffic = summarize(read_collectives(step.as_text(), mesh.shape))
     shards = sum(math.prod(leaf.shape) // 4 * 8 for name, leaf in dotted(model.abstract).items() if name in MATRICES)
     assert {axes: set(ops) for axes, ops in traffic.items()} == {"fsdp": {"all-to-all"}}
@@ -315,15 +315,15 @@ PEAK, FINAL, WARMUP, STEPS = 3e-3, 3e-4, 20, 200
 )
 def test_schedules_at_their_corners(name, values):
     config = OptimizerConfig(schedule=name)
-    rate = optimizer.schedule(config, STEPS)
+    rate = optimizers.schedule(config, STEPS)
     for step, want in {0: 0.0, 5: PEAK / 4, WARMUP: PEAK, **values}.items():
         np.testing.assert_allclose(float(rate(step)), want, rtol=1e-12, err_msg=f"{name} at {step}")
         np.testing.assert_allclose(float(standard(jax.jit(rate))(jnp.int32(step))), want, rtol=1e-6)
-    assert float(optimizer.schedule(dataclasses.replace(config, warmup_steps=0), STEPS)(0)) == PEAK
+    assert float(optimizers.schedule(dataclasses.replace(config, warmup_steps=0), STEPS)(0)) == PEAK
     # A warm-up longer than the run ends with it.
-    short = optimizer.schedule(config, 10)
+    short = optimizers.schedule(config, 10)
     np.testing.assert_allclose([float(short(step)) for step in (0, 5, 10)], [0, PEAK / 2, PEAK], rtol=1e-12)
-    high = optimizer.schedule(dataclasses.replace(config, final_learning_rate=1.0), STEPS)
+    high = optimizers.schedule(dataclasses.replace(config, final_learning_rate=1.0), STEPS)
     assert float(high(STEPS)) <= PEAK
 
 
@@ -345,7 +345,7 @@ def one_step(tx: optax.GradientTransformation, names, grad: float = 0.0) -> dict
 )
 def test_which_parameters_decay(groups, decaying):
     config = OptimizerConfig(schedule="constant", warmup_steps=0, learning_rate=0.5, decay_groups=groups)
-    updates = one_step(optimizer.make(config, 1, model_on("data=1")[0].names), model_on("data=1")[0].names)
+    updates = one_step(optimizers.make(config, 1, model_on("data=1")[0].names), model_on("data=1")[0].names)
     assert len(updates) == 17
     assert updates == {name: -0.5 * 0.1 if name in decaying else 0.0 for name in NAMES}
 
@@ -354,7 +354,7 @@ def test_learning_rates_of_groups_take_the_first_match():
     config = OptimizerConfig(name="sgd", schedule="constant", warmup_steps=0, learning_rate=0.5, weight_decay=0.0)
     config = dataclasses.replace(config, learning_rate_groups="blocks.mlp.up=4, blocks.mlp.*=2,head=0")
     names = model_on("data=1")[0].names
-    updates = one_step(optimizer.make(config, 1, names), names, grad=1.0)
+    updates = one_step(optimizers.make(config, 1, names), names, grad=1.0)
     special = {"blocks.mlp.up": -2.0, "blocks.mlp.gate": -1.0, "blocks.mlp.down": -1.0, "head": 0.0}
     assert updates == {name: special.get(name, -0.5) for name in NAMES}
 
@@ -383,14 +383,14 @@ def test_learning_rates_of_groups_take_the_first_match():
 )
 def test_settings_that_do_not_go_together(settings, message):
     with pytest.raises(ValueError, match=message) as error:
-        optimizer.make(OptimizerConfig(**settings), 10, model_on("data=1")[0].names, VOCAB)
+        optimizers.make(OptimizerConfig(**settings), 10, model_on("data=1")[0].names, VOCAB)
     assert "\n" not in str(error.value)
 
 
 def test_moments_in_bfloat16_are_computed_in_float32():
     names = {"head": ("embed", "vocab")}
     config = OptimizerConfig(state_dtype="bfloat16", schedule="constant", warmup_steps=0, weight_decay=0.0)
-    tx = optimizer.make(config, 10, names)
+    tx = optimizers.make(config, 10, names)
     rng = np.random.default_rng(1)
     params = {"head": jnp.asarray(rng.normal(size=(4, 8)), jnp.float32)}
     state = tx.init(params)
@@ -406,7 +406,7 @@ def test_moments_in_bfloat16_are_computed_in_float32():
             np.testing.assert_allclose(moment["head"].astype(jnp.float32), value, rtol=2**-8)
         mu, nu = (np.asarray(m["head"].astype(jnp.float32)) for m in (state[0].mu, state[0].nu))
     with pytest.raises(ValueError, match=r"a beta of 0\.999 is above 0\.996.*set --optimizer-dtype float32"):
-        optimizer.make(dataclasses.replace(config, beta2=0.999), 10, names).init(params)
+        optimizers.make(dataclasses.replace(config, beta2=0.999), 10, names).init(params)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -414,15 +414,15 @@ def test_parameters_in_bfloat16(name):
     """Updates come in float32, to be rounded once; moments are the parameters' own, averages of them in float32."""
     model, mesh = model_on("fsdp=4,tensor=2")
     ema = 0.0 if name == "schedule-free" else 0.99
-    tx = optimizer.make(dataclasses.replace(CONFIGS[name], ema=ema), NUM_STEPS, model.names, VOCAB)
+    tx = optimizers.make(dataclasses.replace(CONFIGS[name], ema=ema), NUM_STEPS, model.names, VOCAB)
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding), model.abstract
     )
     if name == "schedule-free":
         with pytest.raises(ValueError, match="set --params-dtype auto"):
-            optimizer.abstract_state(tx, abstract, mesh)
+            optimizers.abstract_state(tx, abstract, mesh)
         return
-    state = optimizer.abstract_state(tx, abstract, mesh)
+    state = optimizers.abstract_state(tx, abstract, mesh)
     with jax.set_mesh(mesh):
         updates, new = jax.eval_shape(standard(tx.update), abstract, state, abstract)
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
@@ -436,7 +436,7 @@ def test_parameters_in_bfloat16(name):
 
 def test_average_of_parameters():
     model, mesh = model_on("fsdp=4,tensor=2")
-    tx = optimizer.make(dataclasses.replace(CONFIGS["adamw"], ema=0.9), NUM_STEPS, model.names)
+    tx = optimizers.make(dataclasses.replace(CONFIGS["adamw"], ema=0.9), NUM_STEPS, model.names)
     start, all_grads = whole()
     average = start
     params = on_mesh(start, model.abstract)
@@ -450,7 +450,7 @@ def test_average_of_parameters():
                 name: 0.9 * value + 0.1 * np.asarray(now[name])[tuple(map(slice, value.shape))]
                 for name, value in average.items()
             }
-        evaluated = dotted(optimizer.evaluation_params(state, params))
+        evaluated = dotted(optimizers.evaluation_params(state, params))
     for name, value in average.items():
         np.testing.assert_allclose(np.asarray(evaluated[name])[tuple(map(slice, value.shape))], value, atol=1e-12)
         assert np.abs(value - np.asarray(now[name])[tuple(map(slice, value.shape))]).max() > 1e-4
@@ -461,7 +461,7 @@ def test_average_of_parameters():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_true_shapes_differ_by_the_vocabulary_alone(name):
     model, mesh = model_on("fsdp=4,tensor=2")
-    tx = optimizer.make(CONFIGS[name], NUM_STEPS, model.names, VOCAB)
+    tx = optimizers.make(CONFIGS[name], NUM_STEPS, model.names, VOCAB)
     true_params = jax.tree.map(
         lambda leaf, axes: jax.ShapeDtypeStruct(
             tuple(VOCAB if axis == "vocab" else size for axis, size in zip(axes, leaf.shape)), leaf.dtype
@@ -469,7 +469,7 @@ def test_true_shapes_differ_by_the_vocabulary_alone(name):
         model.abstract,
         model.names,
     )
-    true, padded = optimizer.true_shapes(tx, true_params), optimizer.abstract_state(tx, model.abstract, mesh)
+    true, padded = optimizers.true_shapes(tx, true_params), optimizers.abstract_state(tx, model.abstract, mesh)
     assert jax.tree.structure(true) == jax.tree.structure(padded)
     pairs = [(a.shape, b.shape) for a, b in zip(jax.tree.leaves(true), jax.tree.leaves(padded))]
     assert all(a == tuple(VOCAB if size == 256 else size for size in b) for a, b in pairs)

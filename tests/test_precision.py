@@ -9,7 +9,7 @@ import numpy as np
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
 from jaxpar.kernels import fp8
 from jaxpar.parallel.tensor import product
-from jaxpar.training import optimizer, setup
+from jaxpar.training import optimizers, setup
 from jaxpar.training.precision import LossScale, round_stochastically
 from jaxpar.training.step import init_state, make_step
 from jaxpar.verify import random_batch
@@ -27,7 +27,7 @@ def test_a_step_whose_gradients_overflow_changes_nothing_but_the_scale():
     )
     mesh = setup.make_mesh(config, jax.devices()[:4])
     model = setup.make_model(config, mesh)
-    tx = optimizer.make(config.optimizer, 10, model.names)
+    tx = optimizers.make(config.optimizer, 10, model.names)
     with jax.set_mesh(mesh):
         state = init_state(model, tx, seed=0)
         batch = jax.device_put(random_batch(config), model.layout.sharding(model.layout.stacked_batch_spec()))

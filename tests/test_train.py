@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 KEYS = ["step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"]
-KEYS += ["mfu", "mfu_causal", "hfu"]
+KEYS += ["mfu", "mfu_causal", "hfu", "eval_loss", "memory_bytes", "data_seconds"]
 SETTINGS = [
     *("--model", "tiny", "--precision", "float32", "--steps", "4", "--batch-size", "16", "--seq-len", "32"),
     *("--seed", "0", "--model.num-layers", "2", "--run.sample-tokens", "8", "--warmup-steps", "2"),

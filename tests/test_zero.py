@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
-from jaxpar.training import optimizer, setup
+from jaxpar.training import optimizers, setup
 from jaxpar.training.gradients import weights_of
 from jaxpar.training.step import init_state
 from models.config import ModelConfig
@@ -38,7 +38,7 @@ def bytes_per_parameter(zero: int, mesh: str) -> dict[str, float]:
         return sum(sizes) / num_parameters
 
     with jax.set_mesh(model.layout.mesh):
-        state = init_state(model, optimizer.make(config.optimizer, 10, model.names), seed=0)
+        state = init_state(model, optimizers.make(config.optimizer, 10, model.names), seed=0)
         moments = state.opt_state[0]
         weights, _ = jax.eval_shape(lambda p, w: (weights_of(model, p, w)[0], None), state.params, state.whole)
     return {

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jaxpar.parallel.batch import Batch
-from jaxpar.training.metrics import Meter
-from jaxpar.training.profiler import Profile
+from jaxpar.training.reporting.metrics import Meter
+from jaxpar.training.reporting.profiler import Profile
 from jaxpar.training.step import StepMetrics, TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
-from jaxpar.training import optimizer as optimizers
+from jaxpar.training import optimizers
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
-from jaxpar.training.norms import group_norms
 from jaxpar.training.precision import LossScale, round_stochastically
+from jaxpar.training.reporting.norms import group_norms
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpar import toml
-from jaxpar.training.memory import bytes_text
+from jaxpar.training.reporting.memory import bytes_text
 from meshes import num_devices_of
 from models.config import ModelConfig
 from models.count import num_parameters

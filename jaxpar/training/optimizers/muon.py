@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.parallel.axes import axes_of
-from jaxpar.training.matrices import Matrix
+from jaxpar.training.optimizers.matrices import Matrix
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import jax
 
 from jaxpar import toml
 from jaxpar.config import Config, load
-from jaxpar.training.processes import from_first
+from jaxpar.training.distributed.processes import from_first
 
 log = logging.getLogger(__name__)
 

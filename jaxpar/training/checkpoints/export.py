@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import toml
-from jaxpar.training import checkpoint, integrity
+from jaxpar.training.checkpoints import checkpoint, integrity
 
 # The format's own names: https://github.com/huggingface/safetensors
 _SAFETENSORS = {

@@ -19,9 +19,9 @@ from jax.experimental import multihost_utils
 
 import meshes
 from jaxpar.config import RunConfig
-from jaxpar.training.interrupt import StopOnSignal
-from jaxpar.training.processes import SKEW_SECONDS, from_each, from_first, is_first, name
-from jaxpar.training.rendezvous import Rendezvous
+from jaxpar.training.distributed.interrupt import StopOnSignal
+from jaxpar.training.distributed.processes import SKEW_SECONDS, from_each, from_first, is_first, name
+from jaxpar.training.distributed.rendezvous import Rendezvous
 from jaxpar.training.runtime import runs_on_cpu
 from meshes import PeakFlops
 

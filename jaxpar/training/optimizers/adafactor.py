@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxpar.training.matrices import Matrix, as_matrix, num_stacked
+from jaxpar.training.optimizers.matrices import Matrix, as_matrix, num_stacked
 
 _DECAY = 0.8  # section 7.2
 _EPS = 1e-30, 1e-3  # of squared gradients and of a parameter's scale

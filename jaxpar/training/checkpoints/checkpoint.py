@@ -33,9 +33,9 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxpar import toml
 from jaxpar.config import Config
-from jaxpar.training import integrity
+from jaxpar.training.checkpoints import integrity
+from jaxpar.training.distributed.processes import from_each, from_first
 from jaxpar.training.model import Model
-from jaxpar.training.processes import from_each, from_first
 from jaxpar.training.step import TrainState, abstract_state, with_whole_weights
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from jaxtyping import PyTree
 
 from jaxpar.config import OptimizerConfig
 from jaxpar.numerics import widened
-from jaxpar.training.adafactor import scale_by_adafactor
-from jaxpar.training.averages import average_params, evaluation_params
-from jaxpar.training.groups import decay_mask, is_kernel, learning_rate_factors
-from jaxpar.training.matrices import Matrix, as_matrix
-from jaxpar.training.muon import scale_by_muon
-from jaxpar.training.schedules import schedule
+from jaxpar.training.optimizers.adafactor import scale_by_adafactor
+from jaxpar.training.optimizers.averages import average_params, evaluation_params
+from jaxpar.training.optimizers.groups import decay_mask, is_kernel, learning_rate_factors
+from jaxpar.training.optimizers.matrices import Matrix, as_matrix
+from jaxpar.training.optimizers.muon import scale_by_muon
+from jaxpar.training.optimizers.schedules import schedule
 
 __all__ = ["abstract_state", "clip", "evaluation_params", "kept_in", "make", "schedule", "true_shapes"]
 
