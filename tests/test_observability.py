@@ -69,7 +69,7 @@ class Training:
             "evaluate": None,
             "eval_every": 0,
             "profile": Profile(range(0), Path()),
-            "should_stop": lambda: False,
+            "should_stop": lambda step: False,
         }
         with jax.set_mesh(self.mesh):
             return loop.run(
@@ -129,7 +129,9 @@ def test_memory_is_that_of_one_device_and_cheap(training):
 
 def test_a_stop_that_is_asked_for_saves_the_step(training):
     rows, saved = [], []
-    state = training.run(rows, saved, should_stop=lambda: len(rows) >= 1, evaluate=lambda state: 1 / 0, eval_every=0)
+    state = training.run(
+        rows, saved, should_stop=lambda step: len(rows) >= 1, evaluate=lambda state: 1 / 0, eval_every=0
+    )
     assert int(state.step) == 2
     assert [row["step"] for row in rows] == [1, 2]
     assert saved == [2]
@@ -219,7 +221,7 @@ def test_a_profile_traces_its_steps(training, tmp_path, first, stop_early, trace
     rows = []
     profile = Profile(parse_steps("2:3", 4), tmp_path / "profile")
     with closing(profile):
-        training.run(rows, [], first=first, profile=profile, should_stop=lambda: stop_early and len(rows) == 1)
+        training.run(rows, [], first=first, profile=profile, should_stop=lambda step: stop_early and len(rows) == 1)
     (path,) = (tmp_path / "profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert {int(event["args"]["step_num"]) for event in events if event.get("name") == "train"} == traced
