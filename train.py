@@ -74,7 +74,7 @@ def main(args: list[str]) -> None:
         if config.run.eval_only:
             assert evaluate is not None
             processes.wait_for_all("compiled")
-            console.print(f"{run.path}, step {first}: {evaluate(state)}")
+            console.print(f"{run.path}, step {first}: {evaluate(state)}", soft_wrap=True)
             return
 
         run.start(config, first)

@@ -237,7 +237,7 @@ class Stored:
 
 def describe(path: Path) -> Stored:
     """What is in a whole checkpoint."""
-    found = ocp.metadata(path)
+    found = ocp.metadata(path.absolute())
     arrays = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in found.metadata.items()}
     return Stored(found.custom_metadata["config"], found.custom_metadata["position"], arrays)
 
@@ -247,7 +247,7 @@ def read(path: Path, name: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
-        return ocp.load(path, {name: np.broadcast_to(np.zeros((), like.dtype), like.shape)})[name]
+        return ocp.load(path.absolute(), {name: np.broadcast_to(np.zeros((), like.dtype), like.shape)})[name]
 
 
 def _problem(path: Path) -> str | None:
