@@ -111,8 +111,10 @@ def _small_data(config: Config, mesh: Mapping[str, int], scale: int) -> DataConf
 
 def compare(config: Config) -> dict[str, Any]:
     """One float64 loss and its gradients, on the config's mesh and without a mesh."""
-    exact = {"precision": "float64", "params_dtype": "auto", "reduce_dtype": "auto", "matmul": "auto"}
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, **exact))
+    exact = dataclasses.replace(
+        config.run, precision="float64", params_dtype="auto", reduce_dtype="auto", matmul="auto"
+    )
+    config = dataclasses.replace(config, run=exact)
     mesh = setup.make_mesh(config)
     model, reference = setup.make_model(config, mesh), setup.make_model(config, None)
     batch = random_batch(config)
