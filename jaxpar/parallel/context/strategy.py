@@ -1,0 +1,92 @@
+"""Which strategy, and its body: what each rank does in a region that is manual over `context`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Array, Float
+
+from jaxpar.kernels.attention import attention as attention_on_one_device
+from jaxpar.kernels.mask import AttentionMask, Tokens
+from jaxpar.parallel.context import allgather, ring, ulysses
+from jaxpar.parallel.context.order import Order, multiple, needed_shifts
+
+AXIS = "context"
+
+
+@dataclass(frozen=True)
+class ContextStrategy:
+    kind: Literal["exchange", "allgather"] = "exchange"
+    group: int = 1
+    """Of `exchange`: so many consecutive ranks trade tokens for heads (Ulysses), and the groups form a ring: 1 is ring
+    attention alone, all ranks Ulysses alone, anything between both (USP, arXiv 2405.07719)."""
+    order: Order = "zigzag"
+
+    @classmethod
+    def parse(cls, text: str, order: Order, ranks: int) -> "ContextStrategy":
+        """`ring`, `ulysses`, `allgather` or `hybrid=RxU` with R x U = ranks. Raises ValueError."""
+        kind, _, factors = text.partition("=")
+        if kind == "hybrid":
+            r, _, u = factors.partition("x")
+            if not (r.isdigit() and u.isdigit()) or int(r) * int(u) != ranks:
+                works = [f"hybrid={ranks // n}x{n}" for n in range(1, ranks + 1) if ranks % n == 0]
+                raise ValueError(
+                    f"--context-strategy {text}: the factors must multiply to context={ranks}: {', '.join(works)}"
+                )
+            return cls(group=int(u), order=order)
+        strategies = {
+            "ring": cls(order=order),
+            "ulysses": cls(group=ranks, order=order),
+            "allgather": cls(kind="allgather", order=order),
+        }
+        if text not in strategies:
+            raise ValueError(f"--context-strategy {text}: it must be one of {', '.join(strategies)} or hybrid=RxU")
+        return strategies[text]
+
+    def check(self, seq_len: int, num_heads: int, ranks: int, tensor: int) -> None:
+        """Raise ValueError for sizes that do not divide."""
+        parts = multiple(self.order, ranks)
+        if seq_len % parts:
+            nearest = [n for n in (seq_len // parts * parts, -(-seq_len // parts) * parts) if n]
+            raise ValueError(
+                f"--seq-len {seq_len} does not divide into the {parts} parts of --context-order {self.order} over "
+                f"context={ranks}; the nearest that does: {' or '.join(map(str, nearest))}"
+            )
+        ulysses.check_heads(num_heads, tensor, self.group)
+
+
+def attention(
+    strategy: ContextStrategy,
+    axis_sizes: dict[str, int],
+    skips_documents: bool,
+    mask: AttentionMask,
+    scale: float,
+    q: Float[Array, "B C H K"],
+    k: Float[Array, "B C G K"],
+    v: Float[Array, "B C G K"],
+    tokens: Tokens,
+) -> Float[Array, "B C H K"]:
+    """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them."""
+    ranks, group = axis_sizes[AXIS], strategy.group
+    whole = ring.Ring(
+        axis=AXIS,
+        ranks=ranks // group,
+        stride=group,
+        shifts=needed_shifts(strategy.order, tokens.positions.shape[1], ranks, group, mask.causal, mask.window),
+        skips_documents=skips_documents,
+        mask=mask,
+        scale=scale,
+        all_axes=tuple(axis_sizes),
+    )
+    if strategy.kind == "allgather":
+        q_tokens = whole.tokens_of(tokens, whole.index())
+        k, v = allgather.gather(k, AXIS), allgather.gather(v, AXIS)
+        return attention_on_one_device(q, k, v, q_tokens, tokens, mask, scale)
+    if group == 1:
+        return ring.attention(whole, q, k, v, tokens)
+    groups = ulysses.rank_groups(ranks, group)
+    q, k, v = (ulysses.to_heads(x, AXIS, group, groups) for x in (q, k, v))
+    if group == ranks:
+        out = attention_on_one_device(q, k, v, tokens, tokens, mask, scale)
+    else:
+        out = ring.attention(whole, q, k, v, tokens)
+    return ulysses.to_tokens(out, AXIS, groups)
