@@ -90,9 +90,10 @@ def main(args: list[str]) -> None:
 
         batch_sharding = model.layout.sharding(model.layout.stacked_batch_spec())
         assert batch_sharding is not None
+        order = model.layout.sequence_order(config.data.seq_len)
 
         def make_batch(step: int) -> Batch:
-            return corpus.train.batch(step, batch_sharding)
+            return corpus.train.batch(step, batch_sharding, order)
 
         step = jax.jit(make_step(model, tx, config.optimizer.clip_norm, config.run.log_norms), donate_argnums=0)
         compiled = step.lower(state, make_batch(first)).compile(compiler_options=options)
@@ -161,10 +162,11 @@ def make_evaluate(
         return None
     sharding = model.layout.sharding(model.layout.stacked_batch_spec())
     assert sharding is not None
+    order = model.layout.sequence_order(config.data.seq_len)
     evaluator = Evaluator.compile(
         model,
         optimizers.evaluation_params(state.opt_state, state.params),
-        lambda index: evaluation.loader.batch(index, sharding),
+        lambda index: evaluation.loader.batch(index, sharding, order),
         min(config.run.eval_batches, evaluation.num_batches),
         evaluation.bytes_per_token,
     )

@@ -103,6 +103,11 @@ class ParallelConfig:
     """What the backward pass recomputes: none; full (all but each layer's input); every=K or sqrt (all but every K-th,
     or sqrt(layers)-th, layer's input); dots (all but matmuls); save=NAME,NAME (all but these); offload (as full,
     layers' inputs in the host's memory)."""
+    context_strategy: Annotated[str, _alias("context-strategy")] = "ring"
+    """How attention sees across the parts of a sequence cut over `context`: ring, ulysses, allgather, or hybrid=RxU, a
+    ring of R groups of U that exchange tokens for heads."""
+    context_order: Annotated[Literal["zigzag", "contiguous", "striped"], _alias("context-order")] = "zigzag"
+    """How the sequence lies over `context`; zigzag and striped give every rank equal causal work."""
     grad_accumulation: Annotated[int, _alias("grad-accumulation")] = 1
     """Microbatches per step; gradients are summed over `data` once, after the last."""
 

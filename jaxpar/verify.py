@@ -124,7 +124,8 @@ def compare(config: Config) -> dict[str, Any]:
     params = model.init(config.run.seed)
     with jax.set_mesh(mesh):
         sharding = model.layout.sharding(model.layout.stacked_batch_spec())
-        placed = jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
+        ordered = batch.in_order(model.layout.sequence_order(config.data.seq_len))
+        placed = jax.tree.map(lambda x: jax.device_put(x, sharding), ordered)
         loss, grads = jax.jit(lambda p, b: loss_and_grads(model, p, b)[:2])(params, placed)
     errors = gradient_errors(true_sizes(model, grads), true_sizes(reference, want))
     worst = max(errors, key=lambda name: errors[name])

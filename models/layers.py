@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpar.kernels.attention import AttentionMask
+from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.numerics import widened
-from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from models.config import ModelConfig
 from models.parameters import constant, declare, normal
@@ -111,7 +110,7 @@ class Attention(nnx.Module):
             self.out_bias = declare(rngs, (embed,), ("vector",), constant(0.0), dtype, RESIDUAL)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rope: Rope | None, batch: Batch, layout: Layout
+        self, x: Float[Array, "B S D"], rope: Rope | None, tokens: Tokens, layout: Layout
     ) -> Float[Array, "B S D"]:
         config = self.config
         x = layout.enter_tensor(x)
@@ -129,7 +128,7 @@ class Attention(nnx.Module):
         if rope is not None:
             q, k = rope(q), rope(k)
         mask = AttentionMask(causal=True, window=config.sliding_window)
-        attended = layout.named("attention", layout.attention(q, k, v, batch, mask, config.head_dim**-0.5))
+        attended = layout.attention(q, k, v, tokens, mask, config.head_dim**-0.5)
         out = layout.exit_tensor("bshk,hkd->bsd", attended, layout.gather(self.out[...]))
         out = layout.named("attention_out", out)
         return layout.shift(out, self.out_bias[...]) if config.attention_output_bias else out
@@ -181,8 +180,8 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs, dtype)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rope: Rope | None, batch: Batch, layout: Layout
+        self, x: Float[Array, "B S D"], rope: Rope | None, tokens: Tokens, layout: Layout
     ) -> Float[Array, "B S D"]:
         x = layout.named("block_input", x)
-        x = x + self.attention(self.attention_norm(x, layout), rope, batch, layout)
+        x = x + self.attention(self.attention_norm(x, layout), rope, tokens, layout)
         return x + self.mlp(self.mlp_norm(x, layout), layout)

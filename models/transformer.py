@@ -64,8 +64,9 @@ class Transformer(nnx.Module):
             x = x + layout.lookup(self.position_embedding[...], batch.positions)
         else:
             rope = Rope.at(self.config, batch.positions, x.dtype)
+        tokens = layout.sequence(batch)
         graph, blocks = nnx.split(self.blocks)
-        x = layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, batch, layout), blocks, x)
+        x = layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, tokens, layout), blocks, x)
         return self.final_norm(x, layout)
 
     def loss(self, batch: Batch, layout: Layout, objective: Objective) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -81,7 +82,7 @@ class Transformer(nnx.Module):
         )
 
     def logits_at(self, batch: Batch, index: Int[Array, ""], layout: Layout) -> Float[Array, "B V"]:
-        """Scores of the token after position `index` of the sequence, in at least float32; padding scores -inf."""
+        """Scores of the token after that at place `index` of the arrays, in at least float32; padding scores -inf."""
         x = layout.enter_tensor(self.hidden(batch, layout))
         here = jnp.arange(x.shape[1], out_sharding=layout.spec("seq")) == index
         x = jnp.einsum("bsd,s->bd", x, here.astype(x.dtype), out_sharding=layout.spec("batch", "embed"))

@@ -57,8 +57,11 @@ def outcome(config: Config, on_mesh: bool = True):
         params = true_sizes(model, state.params)
         sharding = model.layout.sharding(model.layout.stacked_batch_spec())
         whole = random_batch(dataclasses.replace(config, parallel=ParallelConfig()))
+        order = model.layout.sequence_order(config.data.seq_len)
         microbatches = config.parallel.grad_accumulation
-        batch: Batch = jax.tree.map(lambda x: jax.device_put(x.reshape(microbatches, -1, x.shape[-1]), sharding), whole)
+        batch: Batch = jax.tree.map(
+            lambda x: jax.device_put(x.reshape(microbatches, -1, x.shape[-1]), sharding), whole.in_order(order)
+        )
         step = jax.jit(make_step(model, tx, config.optimizer.clip_norm))
         types = jax.tree.map(jax.typeof, state)
         curve = []

@@ -50,12 +50,15 @@ class Loader:
                 jax.tree.map(lambda out, values, chosen=chosen: out.__setitem__(chosen, values), batch, taken)
         return jax.tree.map(lambda x: x.reshape(*rows_of_step.shape, -1), batch)
 
-    def batch(self, step: int, sharding: jax.sharding.NamedSharding) -> Batch:
-        """Step `step`'s batch in global arrays [M, B / M, S], each process reading its own devices' rows.
+    def batch(
+        self, step: int, sharding: jax.sharding.NamedSharding, order: Int[np.ndarray, " S"] | slice = slice(None)
+    ) -> Batch:
+        """Step `step`'s batch in global arrays [M, B / M, S], each process reading its own devices' rows, the tokens of
+        a sequence in this order.
 
         The sharding leaves M whole, and may lay the rows and S over any axes of its mesh.
         """
-        local = self.host_batch(step, local_rows(sharding, self.shape))
+        local = self.host_batch(step, local_rows(sharding, self.shape)).in_order(order)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x, self.shape), local)
 
 

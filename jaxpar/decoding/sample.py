@@ -27,10 +27,12 @@ def sample(
     rng = np.random.default_rng(seed)
     logits_at = jax.jit(model.logits_at, out_shardings=layout.whole())
     tokens = [int(token) for token in prompt]
+    order = layout.sequence_order(window)
     for _ in range(num_tokens):
         seen = tokens[-window:]
         batch = _window(model, np.array(seen + [0] * (window - len(seen)), np.int32))
-        logits = np.asarray(logits_at(params, batch, jnp.int32(len(seen) - 1))[0], np.float64) / temperature
+        place = jnp.int32(np.flatnonzero(order == len(seen) - 1)[0])
+        logits = np.asarray(logits_at(params, batch, place)[0], np.float64) / temperature
         scaled = np.exp(logits - logits.max())
         tokens.append(int(rng.choice(len(scaled), p=scaled / scaled.sum())))
     return np.array(tokens[len(prompt) :], np.int32)
@@ -40,8 +42,10 @@ def _window(model: Model, tokens: Int[np.ndarray, " S"]) -> Batch:
     rows = model.layout.axis_size(*BATCH_AXES)
     sharding = model.layout.sharding(model.layout.spec("batch", "seq"))
 
+    order = model.layout.sequence_order(len(tokens))
+
     def put(row: np.ndarray) -> jax.Array:
-        return jax.device_put(np.tile(row, (rows, 1)), sharding)
+        return jax.device_put(np.tile(row[order], (rows, 1)), sharding)
 
     ids, zeros = put(tokens), put(np.zeros_like(tokens))
     return Batch(ids, ids, put(np.arange(len(tokens), dtype=np.int32)), zeros, put(np.zeros(len(tokens), np.float32)))

@@ -4,11 +4,15 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxpar.kernels import tiled
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.numerics import widened
+
+RESULT = "attention"
+"""The name, for remat policies, of the output with the floats that spare its recomputation."""
 
 
 def attention(
@@ -35,15 +39,13 @@ def _attention(mask, scale, q, k, v, q_tokens, k_tokens):
 
 def _forward(mask, scale, q, k, v, q_tokens, k_tokens):
     out, lse, _ = tiled.forward(q, k, v, q_tokens, k_tokens, mask, scale)
-    out = out.astype(q.dtype)
+    out, lse = checkpoint_name(out.astype(q.dtype), RESULT), checkpoint_name(lse, RESULT)
     return out, (q, k, v, q_tokens, k_tokens, out, lse)
 
 
 def _backward(mask, scale, residuals, cotangent):
     q, k, v, q_tokens, k_tokens, out, lse = residuals
-    dq, dk, dv = tiled.backward(
-        q, k, v, lse, delta(out, cotangent), cotangent, q_tokens, k_tokens, mask, scale
-    )
+    dq, dk, dv = tiled.backward(q, k, v, lse, delta(out, cotangent), cotangent, q_tokens, k_tokens, mask, scale)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

@@ -26,9 +26,7 @@ def block_size(length: int, most: int = BLOCK) -> int:
     return -(-length // -(-length // most))
 
 
-def active_tiles(
-    q_tokens: Tokens, k_tokens: Tokens, mask: AttentionMask, block: int = BLOCK
-) -> Bool[Array, "QB KB"]:
+def active_tiles(q_tokens: Tokens, k_tokens: Tokens, mask: AttentionMask, block: int = BLOCK) -> Bool[Array, "QB KB"]:
     """Which tiles hold a visible pair, or may: in some row of the batch the blocks' ranges of positions and of segments
     admit one."""
     q_low, q_high = _ranges(q_tokens, block)

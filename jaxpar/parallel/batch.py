@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -23,3 +24,7 @@ class Batch:
     """Tokens attend only to their own segment."""
     loss_weights: Float[Array, "*M B S"]
     """1 for a token that counts, 0 for padding."""
+
+    def in_order(self, order: Int[np.ndarray, " S"] | slice) -> "Batch":
+        """With token `order[i]` of each sequence at place i."""
+        return jax.tree.map(lambda x: x[..., order], self)

@@ -19,13 +19,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxpar.kernels.attention import AttentionMask
-from jaxpar.parallel import data, fsdp, layers, local_attention, tensor, vocab, zero
+from jaxpar.kernels.mask import AttentionMask, Tokens
+from jaxpar.parallel import attention, data, fsdp, layers, tensor, vocab, zero
 from jaxpar.parallel.axes import (
     ACTIVATION_RULES,
     PARAMETER_RULES,
@@ -37,6 +38,8 @@ from jaxpar.parallel.axes import (
     without,
 )
 from jaxpar.parallel.batch import Batch
+from jaxpar.parallel.context import ContextStrategy
+from jaxpar.parallel.context.order import permutation
 from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
 from jaxpar.parallel.vocab import Objective
 from jaxpar.parallel.zero import Weight
@@ -59,6 +62,9 @@ class Layout:
     zero: int = 3
     """3: FSDP, all of a weight is cut. 1, 2: weights are whole on every rank, optimizer state (2: gradients too) is cut
     over `data` as well."""
+    context: ContextStrategy = dataclasses.field(default_factory=ContextStrategy)
+    packs_documents: bool = False
+    """Whether sequences hold documents that attend to themselves alone: rounds of a ring may then be left out."""
     is_fp8: bool = False
     """Whether the layers' matmuls round their operands to 8-bit floats."""
 
@@ -115,6 +121,10 @@ class Layout:
 
     def padded_vocab(self, vocab_size: int) -> int:
         return padded_vocab(vocab_size, self.mesh.shape if self.mesh is not None else dict.fromkeys(MESH_AXES, 1))
+
+    def sequence_order(self, seq_len: int) -> Int[np.ndarray, " S"]:
+        """Which token of a sequence lies at each place of a batch's arrays."""
+        return permutation(self.context.order, seq_len, self.axis_size("context"))
 
     def check_divisible(self, size: int, name: str, what: str, num_microbatches: int = 1) -> None:
         """Raise ValueError where an activation's logical axis `name`, of `size` in all microbatches together, cannot
@@ -184,12 +194,20 @@ class Layout:
         q: Float[Array, "B S H K"],
         k: Float[Array, "B S G K"],
         v: Float[Array, "B S G K"],
-        batch: Batch,
+        tokens: Tokens,
         mask: AttentionMask,
         scale: float,
     ) -> Float[Array, "B S H K"]:
-        """Attention over the whole sequence; kv heads that `tensor` does not divide are repeated to lcm(G, tensor)."""
-        return local_attention.attention(self, q, k, v, batch, mask, scale)
+        """Attention over the whole sequence, of which `sequence` gives the tokens; kv heads that `tensor` does not
+        divide are repeated to lcm(G, tensor)."""
+        return attention.attention(self, q, k, v, tokens, mask, scale)
+
+    def sequence(self, batch: Batch) -> Tokens:
+        """What attention's masks go by, of the whole sequence on every context rank: gathered once for all layers."""
+        tokens = Tokens(batch.positions, batch.segment_ids)
+        if self.mesh is None:
+            return tokens
+        return jax.tree.map(lambda x: jax.reshard(x, self.spec("batch", None)), tokens)
 
     def layers(self, block: Callable, stacked: PyTree, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """block(params of one layer, x) for every layer: `stacked` has a leading layers dim on each leaf."""

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxpar.kernels.attention import RESULT
 from jaxpar.parallel import fsdp
 
 MATMULS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
 INPUT = "block_input"
-NAMES = (INPUT, *MATMULS, "attention")
+NAMES = (INPUT, *MATMULS, RESULT)
 """Tensors at a block's seams; `attention` is what the heads give, before the output projection."""
 
 

@@ -8,11 +8,13 @@ published numbers differ in which they use:
   token is 6 N + 12 L H Q T; Korthikanti et al., equation 7 (arXiv 2205.05198).
 - model_causal: only the query-key pairs that a causal mask leaves.
 - hardware: model, and what rematerialization does again (Korthikanti et al., section 5): of the layers' forward pass
-  every product whose result is not kept. (A program leaves out the last projection of a layer, which nobody needs.)
+  every product whose result is not kept. (Scores that attention's own backward pass makes again do not count, as is
+  usual; a program leaves out the last projection of a layer, which nobody needs.)
 """
 
 from dataclasses import dataclass
 
+from jaxpar.kernels.attention import RESULT
 from jaxpar.parallel.remat import Remat
 from models.config import ModelConfig
 from models.count import attention_weights, mlp_weights
@@ -83,9 +85,7 @@ def recomputed_flops_per_token(config: ModelConfig, seq_len: int, remat: Remat) 
     if config.mlp == "swiglu":
         weights["mlp_gate"] = mlp
     matmul = 2.0 * config.num_layers * sum(size for name, size in weights.items() if name not in remat.saves)
-    # Scores are wanted by attention's own backward pass even where its result is kept.
-    attention = attention_flops_per_token(config, seq_len, causal=False)
-    return matmul + (attention / 2 if "attention" in remat.saves else attention)
+    return matmul + (0 if RESULT in remat.saves else attention_flops_per_token(config, seq_len, causal=False))
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak_flops_per_device: float) -> float:

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.config import Config
+from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.remat import Remat, check_offload
 from jaxpar.parallel.vocab import Objective
@@ -13,7 +14,7 @@ from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
 from meshes import build_mesh
 
-_NOT_YET = {"pipe": "pipeline parallelism", "context": "context parallelism"}
+_NOT_YET = {"pipe": "pipeline parallelism"}
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -26,6 +27,7 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     mesh cannot cut."""
     dtypes = Precision.of(config.run)
     parallel = config.parallel
+    num_context_ranks = mesh.shape["context"] if mesh is not None else 1
     layout = Layout(
         mesh=mesh,
         compute_dtype=dtypes.compute,
@@ -34,6 +36,8 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         reshard_after_forward=parallel.reshard_after_forward,
         remat=Remat.parse(parallel.remat, config.model.num_layers),
         zero=parallel.zero,
+        context=ContextStrategy.parse(parallel.context_strategy, parallel.context_order, num_context_ranks),
+        packs_documents=config.data.pack_documents,
         is_fp8=config.run.matmul == "fp8",
     )
     check(config, layout)
@@ -51,5 +55,8 @@ def check(config: Config, layout: Layout) -> None:
         check_offload(layout.remat, layout.mesh.devices.flat[0])
     layout.check_divisible(config.data.batch_size, "batch", "--batch-size", config.parallel.grad_accumulation)
     layout.check_divisible(config.data.seq_len, "residual_seq", "--seq-len")
+    layout.context.check(
+        config.data.seq_len, config.model.num_heads, layout.axis_size("context"), layout.axis_size("tensor")
+    )
     layout.check_divisible(config.model.num_heads, "heads", "--model.num-heads")
     layout.check_divisible(config.model.mlp_dim, "mlp", "--model.mlp-dim")

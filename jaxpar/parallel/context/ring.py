@@ -1,7 +1,7 @@
 """Ring attention (arXiv 2310.01889): keys and values travel round the ranks, each computing with what it holds.
 
 Splits: the sequence over n ranks; every rank keeps the queries, keys and values of its own part, C = S / n tokens.
-Collectives per layer and microbatch, with |K|, |V| a rank's own keys and values in compute dtype, |dK|, |dV| in float32:
+Collectives per layer and microbatch, with |K|, |V| a rank's own in compute dtype, |dK|, |dV| in float32:
     forward     n - 1 permutes of |K| + |V|
     backward    n - 1 permutes of |K| + |V|, n of |dK| + |dV|, the last of which takes them home
 Rounds that a sliding window or no document reaches are left out, and then send nothing. A permute is issued before the
@@ -17,10 +17,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar.kernels import tiled
-from jaxpar.kernels.attention import delta
+from jaxpar.kernels.attention import RESULT, delta
 from jaxpar.kernels.mask import AttentionMask, Tokens
 
 
@@ -94,7 +95,7 @@ def _outputs(ring, q, k, v, tokens):
 
     def compute(shift, held):
         k_tokens = ring.tokens_of(tokens, (mine - shift) % ring.ranks)
-        return tiled.forward(q, *held, q_tokens, k_tokens, ring.mask, ring.scale)[:2]
+        return tiled.forward(q, held[0], held[1], q_tokens, k_tokens, ring.mask, ring.scale)[:2]
 
     out, lse = _go_round(ring, ring.num_rounds(tokens), (k, v), compute, _merged, lambda carry, hop: carry)
     return out.astype(q.dtype), lse
@@ -108,7 +109,7 @@ def _merged(a, b):
 
 
 def _forward(ring, q, k, v, tokens):
-    out, lse = _outputs(ring, q, k, v, tokens)
+    out, lse = (checkpoint_name(x, RESULT) for x in _outputs(ring, q, k, v, tokens))
     return out, (q, k, v, tokens, out, lse)
 
 
@@ -119,7 +120,7 @@ def _backward(ring, residuals, cotangent):
 
     def compute(shift, held):
         k_tokens = ring.tokens_of(tokens, (mine - shift) % ring.ranks)
-        return tiled.backward(q, *held, lse, deltas, cotangent, q_tokens, k_tokens, ring.mask, ring.scale)
+        return tiled.backward(q, held[0], held[1], lse, deltas, cotangent, q_tokens, k_tokens, ring.mask, ring.scale)
 
     def add(carry, more):
         return jax.tree.map(jnp.add, carry, more)

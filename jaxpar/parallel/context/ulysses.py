@@ -16,16 +16,14 @@ from jaxtyping import Array, Float
 def to_heads(
     x: Float[Array, "B C H K"], axis: str, group: int, groups: list[list[int]] | None
 ) -> Float[Array, "B C*U H/U K"]:
-    """From C tokens of all heads to the group's tokens of 1/U of them; heads are repeated where U does not divide them."""
+    """From C tokens of all heads to the group's tokens of 1/U of them, heads being repeated as U needs it."""
     heads = x.shape[2]
     repeats = math.lcm(heads, group) // heads
     x = jnp.repeat(x, repeats, axis=2) if repeats > 1 else x
     return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True, axis_index_groups=groups)
 
 
-def to_tokens(
-    x: Float[Array, "B C*U H/U K"], axis: str, groups: list[list[int]] | None
-) -> Float[Array, "B C H K"]:
+def to_tokens(x: Float[Array, "B C*U H/U K"], axis: str, groups: list[list[int]] | None) -> Float[Array, "B C H K"]:
     return lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=groups)
 
 
