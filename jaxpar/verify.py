@@ -20,6 +20,7 @@ from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
+from jaxpar.parallel.context import ContextStrategy
 from jaxpar.planning.traffic import Traffic, TrafficSettings, step_traffic
 from jaxpar.training import optimizers, setup
 from jaxpar.training.gradients import loss_and_grads
@@ -237,6 +238,9 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
             reshard_after_forward=config.parallel.reshard_after_forward,
             remat=config.parallel.remat,
             zero=config.parallel.zero,
+            context=ContextStrategy.parse(
+                config.parallel.context_strategy, config.parallel.context_order, mesh["context"]
+            ),
         ),
     )
 

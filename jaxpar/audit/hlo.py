@@ -323,7 +323,8 @@ def _span(grouping: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]
     axes = _varying_axes(devices, mesh)
     is_partition = np.array_equal(np.sort(devices, axis=None), np.arange(math.prod(mesh.values())))
     is_whole = devices.shape[1] == math.prod(mesh[axis] for axis in axes)
-    return axes if is_partition and is_whole else UNKNOWN, devices.shape[1]
+    # Groups of a part of one axis are a strategy's own (Ulysses in a ring); of parts of several, nobody's.
+    return axes if is_partition and (is_whole or len(axes) == 1) else UNKNOWN, devices.shape[1]
 
 
 def _varying_axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:

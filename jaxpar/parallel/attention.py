@@ -1,8 +1,8 @@
 """Attention over a mesh: heads cut over `tensor`, rows over the batch axes, the sequence over `context`.
 
 Every mesh axis is manual in it, so that a strategy is written as what one rank does (`context/`). Kv heads that
-`tensor` does not divide arrive whole on every rank and are repeated to lcm(G, tensor), of which each rank takes its own:
-free forward, one all-reduce over `tensor` of dK and dV (B x S x G x K each) backward.
+`tensor` does not divide arrive whole on every rank and are repeated to lcm(G, tensor), of which each takes its own: free
+forward, one all-reduce over `tensor` of dK and dV (B x S x G x K each) backward.
 """
 
 import math

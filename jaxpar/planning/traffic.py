@@ -9,8 +9,9 @@ Scalars (losses, norms) are left out.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from jaxpar.kernels.attention import RESULT
 from jaxpar.parallel.axes import (
     ACTIVATION_RULES,
     PARAMETER_RULES,
@@ -22,6 +23,8 @@ from jaxpar.parallel.axes import (
     partition_spec,
     without,
 )
+from jaxpar.parallel.context import ContextStrategy
+from jaxpar.parallel.context.order import needed_shifts
 from jaxpar.parallel.remat import Remat
 from models.config import ModelConfig
 
@@ -44,6 +47,7 @@ class TrafficSettings:
     reshard_after_forward: bool = True
     remat: str = "full"
     zero: int = 3
+    context: ContextStrategy = field(default_factory=ContextStrategy)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class _Parameter:
 def step_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
     """The traffic of one step of dense training over data, fsdp, expert (as a batch axis) and tensor."""
     total: Counter[tuple[tuple[str, ...], str]] = Counter()
-    for axes, op, num_bytes in (*_weights(config, settings), *_activations(config, settings)):
+    flows = *_weights(config, settings), *_activations(config, settings), *_context(config, settings)
+    for axes, op, num_bytes in flows:
         axes = tuple(axis for axis in settings.mesh if axis in axes and settings.mesh[axis] > 1)
         if axes and num_bytes:
             total[axes, op] += num_bytes
@@ -191,6 +196,39 @@ def _lookup(
         yield rows, "all-gather", stream
     else:
         yield rows, "all-reduce", stream
+
+
+def _context(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
+    """What attention sends over `context`, forward (and again, where it is recomputed) and backward; and once the
+    positions and segments that its masks go by."""
+    ranks, tensor = settings.mesh["context"], settings.mesh["tensor"]
+    times = settings.num_microbatches
+    tokens = settings.batch_size * settings.seq_len // times // _size(settings, TOKEN_AXES)
+    yield ("context",), "all-gather", times * 2 * 4 * tokens * ranks
+
+    remat = Remat.parse(settings.remat, config.num_layers)
+    forwards = 1 if remat.keeps_all or RESULT in remat.saves else 2
+    layers = times * config.num_layers * tokens * config.head_dim
+    q_heads = config.num_heads // tensor
+    kv_heads = math.lcm(config.num_kv_heads, tensor) // tensor
+    strategy, short = settings.context, settings.compute_bytes
+    if strategy.kind == "allgather":
+        whole = layers * ranks * 2 * kv_heads * short
+        yield ("context",), "all-gather", forwards * whole
+        yield ("context",), "reduce-scatter", whole
+        return
+    group = strategy.group
+    if group > 1:
+        kv_heads = math.lcm(kv_heads, group)
+        yield ("context",), "all-to-all", (forwards + 1) * layers * 2 * (q_heads + kv_heads) * short
+    shifts = needed_shifts(strategy.order, settings.seq_len, ranks, group, True, config.sliding_window)
+    # A group's ranks hold its whole part of the sequence, of fewer heads.
+    kv, dkv = layers * 2 * kv_heads * short, layers * 2 * kv_heads * max(short, 4)
+    hops = len(shifts) - 1
+    # Permutes outside of a loop are the same ones where the forward pass is recomputed beside the backward pass.
+    shared = (forwards - 1) * (min(hops, 1) if shifts == tuple(range(hops + 1)) else hops)
+    home = kv if hops else 0
+    yield ("context",), "collective-permute", ((forwards + 1) * hops - shared) * kv + hops * dkv + home
 
 
 def _group_sizes(config: ModelConfig, settings: TrafficSettings) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 Splits: the sequence over n ranks; every rank keeps the queries, keys and values of its own part, C = S / n tokens.
 Collectives per layer and microbatch, with |K|, |V| a rank's own in compute dtype, |dK|, |dV| in float32:
-    forward     n - 1 permutes of |K| + |V|
-    backward    n - 1 permutes of |K| + |V|, n of |dK| + |dV|, the last of which takes them home
+    forward     n - 1 permutes of |K| + |V|; recomputed, n - 2: the backward pass shares the first
+    backward    n - 1 permutes of |K| + |V|, n - 1 of |dK| + |dV|, and of these one more, in compute dtype, home
 Rounds that a sliding window or no document reaches are left out, and then send nothing. A permute is issued before the
 tiles that it hides behind. Memory does not grow with n: the backward pass sends keys and values round again.
 Limits: no permute may stand in a branch that ranks take differently, so not under pipeline schedules that branch.
@@ -130,8 +130,8 @@ def _backward(ring, residuals, cotangent):
         return carry[0], *ring.permute(carry[1:], hop)
 
     dq, dk, dv = _go_round(ring, rounds, (k, v), compute, add, travel)
-    dk, dv = _home(ring, rounds, (dk, dv))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    dk, dv = _home(ring, rounds, (dk.astype(k.dtype), dv.astype(v.dtype)))
+    return dq.astype(q.dtype), dk, dv, None
 
 
 _attention.defvjp(_forward, _backward)
