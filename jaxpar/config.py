@@ -108,6 +108,9 @@ class ParallelConfig:
     ring of R groups of U that exchange tokens for heads."""
     context_order: Annotated[Literal["zigzag", "contiguous", "striped"], _alias("context-order")] = "zigzag"
     """How the sequence lies over `context`; zigzag and striped give every rank equal causal work."""
+    attention: Annotated[Literal["auto", "tiled", "cudnn", "splash"], _alias("attention")] = "auto"
+    """Kernel for a device that has the whole sequence; auto: cuDNN's on NVIDIA GPUs, splash attention on TPUs, where
+    their limits allow, else plain JAX in tiles."""
     grad_accumulation: Annotated[int, _alias("grad-accumulation")] = 1
     """Microbatches per step; gradients are summed over `data` once, after the last."""
 
@@ -242,13 +245,17 @@ def with_run(config: Config, **changes: Any) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
 
 
-# What stands on the command line without a value, or before tyro sees the rest.
-_SHORTHANDS = {"--resume": ["--run.resume", "require"], "--no-resume": ["--run.resume", "never"]}
+# What stands on the command line for something else; --sliding-window has its own field's group.
+_SHORTHANDS = {
+    "--resume": ["--run.resume", "require"],
+    "--no-resume": ["--run.resume", "never"],
+    "--sliding-window": ["--model.sliding-window"],
+}
 
 
 def parse(args: Sequence[str], *, prog: str, description: str, base: Config | None = None) -> Config:
     """The Config of a command line. Raises ValueError, in one line, for what is unknown or out of range."""
-    args = [word for arg in args for word in _SHORTHANDS.get(arg, [arg])]
+    args = [word for arg in args for word in _longhand(arg)]
     config_files, args = _take(args, "--config")
     models, args = _take(args, "--model")
     base = base or Config()
@@ -263,9 +270,16 @@ def parse(args: Sequence[str], *, prog: str, description: str, base: Config | No
             raise ValueError(f"unknown flag {arg.split('=')[0]}{toml.nearest(flag, known)}")
     description += (
         "\n\n--model takes a preset's name (`jaxpar models`) or a TOML file, --config a config.toml; "
-        "--resume demands a checkpoint in --run-dir, --no-resume starts over."
+        "--resume demands a checkpoint in --run-dir, --no-resume starts over; --sliding-window N is "
+        "--model.sliding-window N."
     )
     return _quiet_cli(prog, description, base, args).check()
+
+
+def _longhand(arg: str) -> list[str]:
+    flag, equals, value = arg.partition("=")
+    long = _SHORTHANDS.get(flag, [flag])
+    return [*long[:-1], f"{long[-1]}{equals}{value}"]
 
 
 def _quiet_cli(prog: str, description: str, base: Config, args: list[str]) -> Config:

@@ -123,7 +123,25 @@ def test_bad_files(tmp_path, text, message):
             "--model.num-heads 8 is not divisible by tensor=3; the nearest that is: 6 or 9",
         ),
         ("tensor=4", ["--model.mlp-dim", "250"], "--model.mlp-dim 250 is not divisible by tensor=4"),
-        ("context=2", [], "--mesh has context=2, but there is no context parallelism yet; set context=1"),
+        (
+            "context=8",
+            ["--seq-len", "24"],
+            "--seq-len 24 does not divide into the 16 parts of --context-order zigzag over context=8; the nearest that "
+            "does: 16 or 32",
+        ),
+        (
+            "context=4,tensor=4",
+            ["--context-strategy", "ulysses"],
+            "Ulysses over 4 ranks needs as many query heads on each rank of `tensor`, which has 8 / 4 = 2; the nearest "
+            "that works: 2",
+        ),
+        (
+            "context=4",
+            ["--context-strategy", "hybrid=3x2"],
+            "--context-strategy hybrid=3x2: the factors must multiply to context=4: hybrid=4x1, hybrid=2x2, hybrid=1x4",
+        ),
+        ("context=4", ["--context-strategy", "star"], "it must be one of ring, ulysses, allgather or hybrid=RxU"),
+        ("data=1", ["--attention", "splash"], "--attention splash: it does not run on cpu"),
         ("pipe=2", [], "--mesh has pipe=2, but there is no pipeline parallelism yet; set pipe=1"),
     ],
 )

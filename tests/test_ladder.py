@@ -56,7 +56,7 @@ def outcome(config: Config, on_mesh: bool = True):
         state = init_state(model, tx, seed=0)
         params = true_sizes(model, state.params)
         sharding = model.layout.sharding(model.layout.stacked_batch_spec())
-        whole = random_batch(dataclasses.replace(config, parallel=ParallelConfig()))
+        whole = random_batch(dataclasses.replace(config, parallel=ParallelConfig()))  # one microbatch
         order = model.layout.sequence_order(config.data.seq_len)
         microbatches = config.parallel.grad_accumulation
         batch: Batch = jax.tree.map(
@@ -102,6 +102,8 @@ def check_same(layout: Config, reference: Config, tolerance: float) -> None:
         "data=2,fsdp=2,tensor=2",
         "data=2,fsdp=4,tensor=2",
         "fsdp=2,expert=2,tensor=2",
+        "context=4,tensor=2",
+        "fsdp=2,context=4",
         "data=1",
         "fsdp=3",  # does not divide the embedding: its weights are whole
     ],
@@ -137,6 +139,26 @@ def test_any_mesh_gives_the_numbers_of_one_device(mesh):
 )
 def test_no_option_of_a_layout_changes_the_numbers(mesh, parallel):
     check_same(config("tiny", mesh, **parallel), config("tiny"), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "model", "packs"),
+    [
+        ("data=2,fsdp=2,context=2,tensor=2", {"grad_accumulation": 2}, "gpt2", True),
+        ("data=2,context=4", {"context_strategy": "ring", "context_order": "contiguous"}, "tiny", True),
+        ("data=4,context=2", {"context_strategy": "ring", "context_order": "striped", "remat": "none"}, "qwen", False),
+        ("context=8", {"context_strategy": "ulysses"}, "tiny", True),
+        ("fsdp=2,context=2,tensor=2", {"context_strategy": "ulysses", "context_order": "contiguous"}, "qwen", True),
+        ("fsdp=2,context=4", {"context_strategy": "allgather", "zero": 2}, "qwen", True),
+        ("context=4,tensor=2", {"context_strategy": "hybrid=2x2", "remat": "save=attention"}, "tiny", True),
+        ("expert=2,context=4", {"context_strategy": "hybrid=2x2", "context_order": "striped"}, "qwen", False),
+    ],
+)
+def test_context_parallelism(mesh, parallel, model, packs):
+    def of(config: Config) -> Config:
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, pack_documents=packs))
+
+    check_same(of(config(model, mesh, **parallel)), of(config(model)), 1e-9)
 
 
 @pytest.mark.slow

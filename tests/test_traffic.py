@@ -111,6 +111,11 @@ def test_tensor_parallelism_reduces_an_activation_twice_a_layer_and_direction(re
         (sizes(data=2, fsdp=2, tensor=2), {"zero": 2, "grad_accumulation": 2}),
         (sizes(fsdp=2, tensor=4), {"remat": "every=3"}),
         (sizes(fsdp=4, tensor=2), {"remat": "dots"}),
+        (sizes(fsdp=2, context=4), {}),
+        (sizes(context=4, tensor=2), {"remat": "none", "context_order": "striped"}),
+        (sizes(data=2, context=4), {"context_strategy": "ulysses", "grad_accumulation": 2}),
+        (sizes(data=2, context=2, tensor=2), {"context_strategy": "allgather", "zero": 1}),
+        (sizes(context=8), {"context_strategy": "hybrid=2x4"}),
     ],
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items() if v != 1),
 )
@@ -120,6 +125,14 @@ def test_compositions(mesh, parallel):
     for axes, op in itertools.chain.from_iterable(((a, o) for o in ops) for a, ops in expected.items()):
         lacking = {a: {o: v for o, v in ops.items() if (a, o) != (axes, op)} for a, ops in found.items()}
         assert agree(lacking, expected) is (expected[axes][op] <= 1024)
+
+
+def test_a_window_that_few_ranks_reach_sends_less():
+    model = dataclasses.replace(MODEL, sliding_window=100)
+    for order, hops in ("contiguous", 2), ("zigzag", 7):  # of 64 tokens a rank: the last two ranks, or either side
+        _, expected = check(config(model, context_order=order, remat="none"), sizes(context=8))
+        keys = 4 * 64 * 64 * 2 * 8 * 64  # layers, rows, tokens, K and V, heads, dim
+        assert expected["context"]["collective-permute"] == keys * (hops * (2 + 2 + 4) + 2)
 
 
 def test_kv_heads_that_tensor_does_not_divide_and_biases_and_tied_embeddings():

@@ -1,6 +1,9 @@
-"""Attention on one device."""
+"""Attention on one device, by one kernel or another."""
 
+import importlib
+import logging
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,63 @@ from jaxpar.kernels import tiled
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.numerics import widened
 
+log = logging.getLogger(__name__)
+
+Kernel = Literal["tiled", "cudnn", "splash"]
+_OF_PLATFORM: dict[str, Kernel] = {"gpu": "cudnn", "tpu": "splash"}
+
 RESULT = "attention"
 """The name, for remat policies, of the output with the floats that spare its recomputation."""
+
+
+def choose(
+    asked: Literal["auto"] | Kernel,
+    platform: str,
+    *,
+    head_dim: int,
+    dtype: jnp.dtype,
+    mask: AttentionMask,
+    has_documents: bool,
+    seq_len: int,
+    is_in_order: bool,
+) -> Kernel:
+    """What attends where a device has all of a sequence: `asked`, or for auto the platform's own kernel within its
+    limits, else tiles; the log says which. Raises ValueError for a kernel that cannot do what is asked of it."""
+    kernel = _OF_PLATFORM.get(platform, "tiled") if asked == "auto" else asked
+    limit = None
+    if kernel != "tiled":
+        if platform != {own: name for name, own in _OF_PLATFORM.items()}[kernel]:
+            limit = f"it does not run on {platform}"
+        elif not is_in_order:
+            limit = "it takes sequences in their own order: --context-order contiguous"
+        else:
+            limit = _module(kernel).limit(head_dim, dtype, mask, has_documents, seq_len)
+    if limit is not None and asked != "auto":
+        raise ValueError(f"--attention {kernel}: {limit}; take --attention auto or tiled")
+    log.info("attention: %s", kernel if limit is None else f"tiled, not {kernel}: {limit}")
+    return kernel if limit is None else "tiled"
+
+
+def _module(kernel: Kernel):
+    """Imported when it is used: a platform's kernels come with what that platform needs."""
+    return importlib.import_module(f"jaxpar.kernels.{kernel}")
+
+
+def whole_sequence(
+    kernel: Kernel,
+    q: Float[Array, "B S H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    tokens: Tokens,
+    mask: AttentionMask,
+    scale: float,
+) -> Float[Array, "B S H K"]:
+    """`attention` of a sequence to itself, by this kernel."""
+    if kernel == "cudnn":
+        return _module(kernel).attention(q, k, v, mask, scale)
+    if kernel == "splash":
+        return _module(kernel).attention(q, k, v, tokens.segment_ids, mask, scale)
+    return attention(q, k, v, tokens, tokens, mask, scale)
 
 
 def attention(

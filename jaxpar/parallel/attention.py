@@ -1,8 +1,8 @@
 """Attention over a mesh: heads cut over `tensor`, rows over the batch axes, the sequence over `context`.
 
 Every mesh axis is manual in it, so that a strategy is written as what one rank does (`context/`). Kv heads that
-`tensor` does not divide arrive whole on every rank and are repeated to lcm(G, tensor), of which each takes its own: free
-forward, one all-reduce over `tensor` of dK and dV (B x S x G x K each) backward.
+`tensor` does not divide arrive whole on every rank and are repeated to lcm(G, tensor), of which each takes its own:
+free forward, one all-reduce over `tensor` of dK and dV (B x S x G x K each) backward.
 """
 
 import math
@@ -36,7 +36,15 @@ def attention(
         return on_one_device.attention(q, k, v, tokens, tokens, mask, scale)
     k, v = (_cut_heads(layout, x) for x in (k, v))
     everywhere, heads = layout.spec("batch", None), layout.spec("batch", "seq", "heads", "head_dim")
-    body = partial(context.attention, layout.context, dict(layout.mesh.shape), layout.packs_documents, mask, scale)
+    body = partial(
+        context.attention,
+        layout.context,
+        dict(layout.mesh.shape),
+        layout.attention_kernel,
+        layout.packs_documents,
+        mask,
+        scale,
+    )
     # Its inputs are cut over every axis that they differ on, so there is no replication for vma types to track.
     local = jax.shard_map(body, in_specs=(heads, heads, heads, everywhere), out_specs=heads, check_vma=False)
     return local(q, k, v, tokens)

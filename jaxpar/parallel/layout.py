@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar.kernels.attention import Kernel
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.parallel import attention, data, fsdp, layers, tensor, vocab, zero
 from jaxpar.parallel.axes import (
@@ -63,6 +64,8 @@ class Layout:
     """3: FSDP, all of a weight is cut. 1, 2: weights are whole on every rank, optimizer state (2: gradients too) is cut
     over `data` as well."""
     context: ContextStrategy = dataclasses.field(default_factory=ContextStrategy)
+    attention_kernel: Kernel = "tiled"
+    """What attends where a device has the whole sequence."""
     packs_documents: bool = False
     """Whether sequences hold documents that attend to themselves alone: rounds of a ring may then be left out."""
     is_fp8: bool = False

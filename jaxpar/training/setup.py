@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.config import Config
+from jaxpar.kernels.attention import Kernel, choose
+from jaxpar.kernels.mask import AttentionMask
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.remat import Remat, check_offload
@@ -38,11 +41,27 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         zero=parallel.zero,
         context=ContextStrategy.parse(parallel.context_strategy, parallel.context_order, num_context_ranks),
         packs_documents=config.data.pack_documents,
+        attention_kernel=_attention_kernel(config, dtypes.compute, num_context_ranks) if mesh is not None else "tiled",
         is_fp8=config.run.matmul == "fp8",
     )
     check(config, layout)
     return Model(
         config.model, layout, dtypes.params, Objective(config.optimizer.z_loss, config.optimizer.label_smoothing)
+    )
+
+
+def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int) -> Kernel:
+    """For the backend that runs, not for devices that are only compiled for."""
+    model = config.model
+    return choose(
+        config.parallel.attention,
+        jax.default_backend(),
+        head_dim=model.head_dim,
+        dtype=dtype,
+        mask=AttentionMask(causal=True, window=model.sliding_window),
+        has_documents=config.data.pack_documents,
+        seq_len=config.data.seq_len,
+        is_in_order=num_context_ranks == 1 or config.parallel.context_order == "contiguous",
     )
 
 

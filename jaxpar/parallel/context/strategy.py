@@ -5,6 +5,7 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from jaxpar.kernels.attention import Kernel, whole_sequence
 from jaxpar.kernels.attention import attention as attention_on_one_device
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.parallel.context import allgather, ring, ulysses
@@ -57,6 +58,7 @@ class ContextStrategy:
 def attention(
     strategy: ContextStrategy,
     axis_sizes: dict[str, int],
+    kernel: Kernel,
     skips_documents: bool,
     mask: AttentionMask,
     scale: float,
@@ -65,8 +67,11 @@ def attention(
     v: Float[Array, "B C G K"],
     tokens: Tokens,
 ) -> Float[Array, "B C H K"]:
-    """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them."""
+    """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them; `kernel` attends
+    where a rank has all of it."""
     ranks, group = axis_sizes[AXIS], strategy.group
+    if ranks == 1:
+        return whole_sequence(kernel, q, k, v, tokens, mask, scale)
     whole = ring.Ring(
         axis=AXIS,
         ranks=ranks // group,
@@ -86,7 +91,7 @@ def attention(
     groups = ulysses.rank_groups(ranks, group)
     q, k, v = (ulysses.to_heads(x, AXIS, group, groups) for x in (q, k, v))
     if group == ranks:
-        out = attention_on_one_device(q, k, v, tokens, tokens, mask, scale)
+        out = whole_sequence(kernel, q, k, v, tokens, mask, scale)
     else:
         out = ring.attention(whole, q, k, v, tokens)
     return ulysses.to_tokens(out, AXIS, groups)
