@@ -23,7 +23,7 @@ class Norm(nnx.Module):
         self,
         config: ModelConfig,
         dim: int,
-        summed_over: tuple[str, ...],
+        summed_over: tuple[str | tuple[str, int], ...],
         rngs: nnx.Rngs,
         dtype: jnp.dtype,
         kind: str | None = None,
@@ -39,8 +39,8 @@ class Norm(nnx.Module):
         if self.kind == "layernorm":
             wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        out = layout.scale(normed.astype(x.dtype), self.scale[...])
-        return layout.shift(out, self.bias[...]) if self.kind == "layernorm" else out
+        out = layout.scale(normed.astype(x.dtype), self.scale)
+        return layout.shift(out, self.bias) if self.kind == "layernorm" else out
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class Attention(nnx.Module):
             )
         if config.qk_norm:
             self.query_norm = Norm(config, head_dim, ("batch", "seq", "heads"), rngs, dtype, "rmsnorm")
-            self.key_norm = Norm(config, head_dim, ("batch", "seq", "kv_heads"), rngs, dtype, "rmsnorm")
+            over_keys = "batch", "seq", ("kv_heads", config.num_kv_heads)
+            self.key_norm = Norm(config, head_dim, over_keys, rngs, dtype, "rmsnorm")
         if config.attention_output_bias:
             self.out_bias = declare(rngs, (embed,), ("vector",), constant(0.0), dtype, RESIDUAL)
 
@@ -115,23 +116,22 @@ class Attention(nnx.Module):
         config = self.config
         x = layout.enter_tensor(x)
 
-        def into(name: str, heads: str) -> Float[Array, "B S _ K"]:
-            kernel = layout.gather(getattr(self, name)[...])
-            return layout.named(name, layout.project("bsd,dhk->bshk", x, kernel, "batch", "seq", heads, "head_dim"))
+        def into(name: str) -> Float[Array, "B S _ K"]:
+            return layout.named(name, layout.project("bsd,dhk->bshk", x, getattr(self, name)))
 
-        q, k, v = into("query", "heads"), into("key", "kv_heads"), into("value", "kv_heads")
+        q, k, v = into("query"), into("key"), into("value")
         if config.qkv_bias:
-            q = layout.shift(q, self.query_bias[...])
-            k, v = layout.shift(k, self.key_bias[...]), layout.shift(v, self.value_bias[...])
+            q = layout.shift(q, self.query_bias)
+            k, v = layout.shift(k, self.key_bias), layout.shift(v, self.value_bias)
         if config.qk_norm:
             q, k = self.query_norm(q, layout), self.key_norm(k, layout)
         if rope is not None:
             q, k = rope(q), rope(k)
         mask = AttentionMask(causal=True, window=config.sliding_window)
-        attended = layout.attention(q, k, v, tokens, mask, config.head_dim**-0.5)
-        out = layout.exit_tensor("bshk,hkd->bsd", attended, layout.gather(self.out[...]))
+        attended = layout.attention(q, k, v, tokens, mask, config.head_dim**-0.5, config.num_kv_heads)
+        out = layout.exit_tensor("bshk,hkd->bsd", attended, self.out)
         out = layout.named("attention_out", out)
-        return layout.shift(out, self.out_bias[...]) if config.attention_output_bias else out
+        return layout.shift(out, self.out_bias) if config.attention_output_bias else out
 
 
 class Mlp(nnx.Module):
@@ -156,18 +156,16 @@ class Mlp(nnx.Module):
         x = layout.enter_tensor(x)
 
         def into(name: str) -> Float[Array, "B S F"]:
-            kernel = layout.gather(getattr(self, name)[...])
-            hidden = layout.project("bsd,df->bsf", x, kernel, "batch", "seq", "mlp")
-            hidden = layout.named("mlp_" + name, hidden)
-            return layout.shift(hidden, getattr(self, name + "_bias")[...]) if self.config.mlp_bias else hidden
+            hidden = layout.named("mlp_" + name, layout.project("bsd,df->bsf", x, getattr(self, name)))
+            return layout.shift(hidden, getattr(self, name + "_bias")) if self.config.mlp_bias else hidden
 
         if self.config.mlp == "swiglu":
             hidden = jax.nn.silu(into("gate")) * into("up")
         else:
             hidden = jax.nn.gelu(into("up"), approximate=True)
-        out = layout.exit_tensor("bsf,fd->bsd", hidden, layout.gather(self.down[...]))
+        out = layout.exit_tensor("bsf,fd->bsd", hidden, self.down)
         out = layout.named("mlp_out", out)
-        return layout.shift(out, self.down_bias[...]) if self.config.mlp_bias else out
+        return layout.shift(out, self.down_bias) if self.config.mlp_bias else out
 
 
 class Block(nnx.Module):

@@ -44,12 +44,14 @@ def declare(
     axes: Sequence[str | None],
     init: Initializer,
     dtype: jnp.dtype,
-    summed_over: Sequence[str] = ("batch", "seq"),
+    summed_over: Sequence[str | tuple[str, int]] = ("batch", "seq"),
 ) -> nnx.Param:
     """A parameter whose dims have the logical names `axes`.
 
-    `summed_over` names the dims of the activation that it acts on and that its gradient sums over: which mesh axes cut
-    those is how a layout knows what the gradient is a partial sum of.
+    `summed_over` names the dims of the activation that it acts on and that its gradient sums over (with its size one
+    that need not be cut): which mesh axes cut those is how a layout knows what the gradient is a partial sum of.
     """
     assert len(shape) == len(axes)
-    return nnx.Param(init(rngs.params(), shape, dtype), axes=tuple(axes), summed_over=tuple(summed_over))
+    names, sizes = zip(*((over, None) if isinstance(over, str) else over for over in summed_over))
+    value = init(rngs.params(), shape, dtype)
+    return nnx.Param(value, axes=tuple(axes), dims=shape, summed_over=names, summed_sizes=sizes)

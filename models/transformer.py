@@ -58,10 +58,10 @@ class Transformer(nnx.Module):
 
     def hidden(self, batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
         """The normalised output of the last block, in the residual stream's type."""
-        x = layout.lookup(self.embedding[...], batch.tokens)
+        x = layout.lookup(self.embedding, batch.tokens)
         rope = None
         if self.config.positions == "learned":
-            x = x + layout.lookup(self.position_embedding[...], batch.positions)
+            x = x + layout.lookup(self.position_embedding, batch.positions)
         else:
             rope = Rope.at(self.config, batch.positions, x.dtype)
         tokens = layout.sequence(batch)
@@ -81,16 +81,13 @@ class Transformer(nnx.Module):
             objective,
         )
 
-    def logits_at(self, batch: Batch, index: Int[Array, ""], layout: Layout) -> Float[Array, "B V"]:
-        """Scores of the token after that at place `index` of the arrays, in at least float32; padding scores -inf."""
-        x = layout.enter_tensor(self.hidden(batch, layout))
-        here = jnp.arange(x.shape[1], out_sharding=layout.spec("seq")) == index
-        x = jnp.einsum("bsd,s->bd", x, here.astype(x.dtype), out_sharding=layout.spec("batch", "embed"))
-        logits = layout.project("bd,dv->bv", x, self._head(layout), "batch", "vocab")
-        in_vocab = jnp.arange(logits.shape[1], out_sharding=layout.spec("vocab")) < self.config.vocab_size
+    def logits_at(self, batch: Batch, place: Int[Array, ""], layout: Layout) -> Float[Array, "B V"]:
+        """Scores of the token after that at a place of the arrays, in at least float32; padding scores -inf."""
+        logits = layout.logits_at(self.hidden(batch, layout), self._head(layout), place)
+        in_vocab = jnp.arange(logits.shape[1]) < self.config.vocab_size
         return jnp.where(in_vocab[None], logits.astype(widened(logits.dtype)), -jnp.inf)
 
     def _head(self, layout: Layout) -> Float[Array, "D V"]:
         if self.config.tie_embeddings:
-            return layout.gather(self.embedding[...]).T
-        return layout.gather(self.head[...])
+            return layout.gather(self.embedding).T
+        return layout.gather(self.head)

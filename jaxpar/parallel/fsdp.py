@@ -4,7 +4,7 @@ Splits: every kernel's `embed` dim over (expert, context, fsdp), n ranks; the ba
 Collectives per step, in bytes of the whole weight W of a tensor rank (a ring moves (n - 1) / n of it):
     all-gather      W x compute dtype, per microbatch: in the forward pass and again in the backward pass
                     (`reshard_after_forward`), or once
-    reduce-scatter  W x reduction dtype, per microbatch; over several axes one after the other, on what is left
+    reduce-scatter  W x reduction dtype, per microbatch
 Limits: an embed dim that the axes do not divide is not cut over them; its gradient is then summed once a step.
 """
 
@@ -12,62 +12,60 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxpar.parallel.axes import TOKEN_AXES, axes_of, without
+from jaxpar.parallel.axes import TOKEN_AXES
 
 GATHERED = "gathered_weight"
 
-
-def gather(weight: Float[Array, "..."], compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype) -> Float[Array, "..."]:
-    """The weight in compute dtype, whole over the axes that tokens are cut over.
-
-    Backward: cast to `reduce_dtype`, reduce-scatter to the weight's own cut, and leave the sum over the axes that the
-    weight's type owes to the end of the step.
-    """
-    return _gather(weight, compute_dtype, reduce_dtype, jax.typeof(weight))
+Cuts = tuple[tuple[int, tuple[str, ...]], ...]
+"""Which dims of an array are cut over which mesh axes."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(weight, compute_dtype, reduce_dtype, stored):
-    return _gathered(weight, compute_dtype, stored)
+def gather(
+    weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype
+) -> Float[Array, "..."]:
+    """The weight in compute dtype, whole over the axes in `cuts`. Its gradient comes reduced to this rank's part, in
+    `reduce_dtype`; the sum over further axes is left to the end of the step."""
+    return _gather(weight, cuts, weight.dtype, compute_dtype, reduce_dtype)
 
 
-def _gathered(weight, compute_dtype, stored):
-    whole = P(*without(stored.sharding.spec, TOKEN_AXES).partitions, reduced=TOKEN_AXES)
-    return checkpoint_name(jax.reshard(weight.astype(compute_dtype), whole), GATHERED)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(weight, cuts, dtype, compute_dtype, reduce_dtype):
+    return _gathered(weight, cuts, compute_dtype)
 
 
-def _forward(weight, compute_dtype, reduce_dtype, stored):
+def _gathered(weight, cuts, compute_dtype):
+    weight = weight.astype(compute_dtype)
+    for dim, axes in cuts:
+        weight = lax.all_gather(weight, axes, axis=dim, tiled=True)
+    return checkpoint_name(weight, GATHERED)
+
+
+def _forward(weight, cuts, dtype, compute_dtype, reduce_dtype):
     # Not _gather itself: a remat policy must see the gather, and does not see into a custom_vjp's primal.
-    return _gathered(weight, compute_dtype, stored), None
+    return _gathered(weight, cuts, compute_dtype), None
 
 
-def _backward(compute_dtype, reduce_dtype, stored, _, cotangent):
-    return (reduce_scatter(cotangent.astype(reduce_dtype), stored.sharding.spec).astype(stored.dtype),)
+def _backward(cuts, dtype, compute_dtype, reduce_dtype, _, cotangent):
+    return (reduce_scatter(cotangent.astype(reduce_dtype), cuts).astype(dtype),)
 
 
 _gather.defvjp(_forward, _backward)
 
 
-def reduce_scatter(addends: Float[Array, "..."], spec: P) -> Float[Array, "..."]:
-    """Addends over the axes that tokens are cut over, summed over those of them that `spec` cuts a dim over; the sum
-    over the others is still owed."""
-    # One axis at a time: over several at once, in another order than the mesh's, the compiler makes an all-reduce.
-    owed, partitions = jax.typeof(addends).sharding.spec.unreduced, list(without(spec, TOKEN_AXES).partitions)
-    for dim, partition in enumerate(spec.partitions):
-        for axis in axes_of(partition):
-            if axis in TOKEN_AXES:
-                owed, partitions[dim] = owed - {axis}, (*axes_of(partitions[dim]), axis)
-                addends = jax.reshard(addends, P(*partitions, unreduced=owed))
+def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts) -> Float[Array, "..."]:
+    """This rank's part of the sum over the ranks."""
+    for dim, axes in cuts:
+        addends = lax.psum_scatter(addends, axes, scatter_dimension=dim, tiled=True)
     return addends
 
 
-def save_all_but_gathered(primitive, *_, **params) -> bool:
-    """A `jax.checkpoint` policy. Both ends of a gather are refused: the name, and the reshard that it names, which is
-    known by its type (only a gathered weight owes its gradient over the token axes)."""
+def save_all_but_gathered(primitive, *inputs, **params) -> bool:
+    """A `jax.checkpoint` policy. Both ends of a gather are refused: the name, and the all-gather that it names, known by
+    its axes (and from one of K and V by a weight's fewer dims)."""
     if primitive.name == "name":
         return params["name"] != GATHERED
-    return not (primitive.name == "reshard" and params["dst_sharding"].spec.reduced >= TOKEN_AXES)
+    return not (primitive.name == "all_gather" and TOKEN_AXES & {*params["axis_name"]} and inputs[0].ndim < 4)

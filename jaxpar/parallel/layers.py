@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from jaxpar.parallel.remat import FULL, NONE, Remat
@@ -40,11 +39,12 @@ def scan(
     if not rest:
         return x
     last = jax.tree.map(lambda leaf: leaf[num_layers - rest :], stacked)
-    return again(x, last)[0] if rest > 1 else run(x, last, FULL)
+    if rest > 1:
+        return again(x, last)[0]
+    # A loop of one layer is none: what it recomputes must be kept from merging with the forward pass.
+    alone = jax.checkpoint(layer, policy=FULL.policy(regather))
+    return alone(x, jax.tree.map(lambda leaf: leaf[0], last))[0]
 
 
 def _grouped(leaf: Float[Array, "L ..."], num_groups: int) -> Float[Array, "N L/N ..."]:
-    sharding = jax.typeof(leaf).sharding
-    spec = sharding.spec
-    out = None if sharding.mesh.empty else P(None, *spec.partitions, reduced=spec.reduced)
-    return lax.reshape(leaf, (num_groups, leaf.shape[0] // num_groups, *leaf.shape[1:]), out_sharding=out)
+    return leaf.reshape(num_groups, leaf.shape[0] // num_groups, *leaf.shape[1:])

@@ -1,38 +1,39 @@
 """The one seam between a model and a mesh.
 
-A model gets a `Layout` and otherwise reads like single-device code. Shardings are part of every array's type (all
-mesh axes are Explicit), and three kinds of type carry the whole of data, FSDP, tensor and sequence parallelism:
+A model gets a `Layout` and otherwise reads like single-device code. A step's loss and gradients are computed in one
+region (`Layout.region`) that is manual over every mesh axis: each rank sees its own part of everything, and a
+collective stands only where a strategy's file writes one, with its transpose for the backward pass beside it. AD never
+goes through a collective: every one is in a `custom_vjp` that says what is a sum over ranks, and when it is paid.
 
-    P(..., "fsdp")            cut over an axis
-    P(..., reduced={"a"})     whole on every rank of `a`, and its cotangent is a sum over `a` that is still owed
-    P(..., unreduced={"a"})   such a sum, owed: each rank of `a` holds its own addend
-
-A collective stands only where a type changes (`jax.reshard`), and its transpose is the matching one of the backward
-pass: gather <-> reduce-scatter, nothing <-> all-reduce.
+A rank differentiates the loss of its own tokens. So what comes out by a weight that is whole on several ranks are
+addends: FSDP's are summed as they come, the others, that are owed, once at the end of the step (`settle`).
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar.kernels import attention as on_one_device
 from jaxpar.kernels.attention import Kernel
 from jaxpar.kernels.mask import AttentionMask, Tokens
-from jaxpar.parallel import attention, data, fsdp, layers, tensor, vocab, zero
+from jaxpar.parallel import context, data, fsdp, layers, tensor, vocab, zero
 from jaxpar.parallel.axes import (
     ACTIVATION_RULES,
     PARAMETER_RULES,
     STATE_RULES,
     TOKEN_AXES,
+    axes_of,
     mesh_axes,
     padded_vocab,
     partition_spec,
@@ -41,10 +42,13 @@ from jaxpar.parallel.axes import (
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import permutation
+from jaxpar.parallel.parameter import Parameter
 from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
 from jaxpar.parallel.vocab import Objective
 from jaxpar.parallel.zero import Weight
 from meshes import MESH_AXES
+
+F = TypeVar("F", bound=Callable)
 
 
 @dataclass(frozen=True)
@@ -75,30 +79,38 @@ class Layout:
     def single(cls, dtype: jnp.dtype, remat: Remat = NONE) -> "Layout":
         return cls(mesh=None, compute_dtype=jnp.dtype(dtype), reduce_dtype=jnp.dtype(dtype), remat=remat)
 
-    # Types ---------------------------------------------------------------------------------------------------------
+    # How things lie --------------------------------------------------------------------------------------------------
 
     def axis_size(self, *axes: str) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
 
-    def spec(
-        self, *names: str | None, reduced: frozenset[str] = frozenset(), unreduced: frozenset[str] = frozenset()
-    ) -> P | None:
-        """The spec of an activation whose dims have these logical names; None where there is no mesh."""
+    def present(self, axes: Sequence[str] | frozenset[str]) -> tuple[str, ...]:
+        """Those of the axes that there are several ranks on, in their own order, or the mesh's for a set."""
+        ordered = [axis for axis in MESH_AXES if axis in axes] if isinstance(axes, frozenset) else axes
+        return tuple(axis for axis in ordered if self.axis_size(axis) > 1)
+
+    @property
+    def cuts_stream(self) -> bool:
+        """Whether the residual stream is cut over `tensor` along the sequence."""
+        return self.sequence_parallel and self.axis_size(tensor.AXIS) > 1
+
+    def spec(self, *names: str | None) -> P:
+        """The spec of an activation whose dims have these logical names; whole where there is no mesh."""
         if self.mesh is None:
-            return None
+            return P()
         if not self.sequence_parallel:
             names = tuple("seq" if name == "residual_seq" else name for name in names)
-        spec = partition_spec(names, ACTIVATION_RULES, self.mesh.shape)
-        return P(*spec.partitions, reduced=reduced, unreduced=unreduced)
+        return partition_spec(names, ACTIVATION_RULES, self.mesh.shape)
 
-    def stacked_batch_spec(self) -> P | None:
+    def stacked_batch_spec(self) -> P:
         """Of a step's batch [M, B, S]: each microbatch cut alike."""
         return self.spec(None, "batch", "seq")
 
     def parameter_spec(self, names: Sequence[str | None], shape: Sequence[int]) -> P:
         """Where a parameter is kept, and what the optimizer keeps of it: names of its last dims, any dim before them is
         `layers`."""
-        assert self.mesh is not None
+        if self.mesh is None:
+            return P()
         names = ("layers",) * (len(shape) - len(names)) + tuple(names)
         return partition_spec(names, PARAMETER_RULES if self.zero == 3 else STATE_RULES, self.mesh.shape, shape)
 
@@ -106,21 +118,34 @@ class Layout:
         """Under ZeRO-1 and 2, of the copy that a step computes with."""
         return without(spec, TOKEN_AXES)
 
-    def owed_axes(self, spec: P, summed_over: Sequence[str | None]) -> frozenset[str]:
+    def owed_axes(self, spec: P, summed_over: Sequence[str], sizes: Sequence[int | None]) -> tuple[str, ...]:
         """The mesh axes over which a gradient stays unsummed until the step's last microbatch.
 
-        Those that cut the activation dims which the gradient sums over, less those that cut the parameter itself,
-        where the sum is a reduce-scatter in the backward pass.
+        Those that cut the activation dims which the gradient sums over (where they divide their sizes), less those that
+        cut the parameter itself, where the sum is a reduce-scatter in the backward pass.
         """
-        activation = self.spec(*summed_over)
-        return mesh_axes(activation) - mesh_axes(spec) if activation is not None else frozenset()
+        cut = (
+            axis
+            for name, size in zip(summed_over, sizes)
+            for axis in mesh_axes(self.spec(name))
+            if size is None or size % self.axis_size(axis) == 0
+        )
+        return self.present(frozenset(cut) - mesh_axes(spec))
 
-    def sharding(self, spec: P | None) -> NamedSharding | None:
-        return NamedSharding(self.mesh, spec) if self.mesh is not None and spec is not None else None
+    def sharding(self, spec: P) -> NamedSharding | None:
+        return NamedSharding(self.mesh, spec) if self.mesh is not None else None
 
     def whole(self) -> NamedSharding | None:
         """The sharding of a scalar, or of anything whole on every device."""
         return self.sharding(P())
+
+    def token_cuts(self, spec: P) -> fsdp.Cuts:
+        """The dims of a parameter that are cut over axes which tokens are cut over, too."""
+        cuts = (
+            (dim, self.present([axis for axis in axes_of(part) if axis in TOKEN_AXES]))
+            for dim, part in enumerate(spec.partitions)
+        )
+        return tuple((dim, axes) for dim, axes in cuts if axes)
 
     def padded_vocab(self, vocab_size: int) -> int:
         return padded_vocab(vocab_size, self.mesh.shape if self.mesh is not None else dict.fromkeys(MESH_AXES, 1))
@@ -132,9 +157,7 @@ class Layout:
     def check_divisible(self, size: int, name: str, what: str, num_microbatches: int = 1) -> None:
         """Raise ValueError where an activation's logical axis `name`, of `size` in all microbatches together, cannot
         be cut into equal parts; `what` is the setting to name."""
-        spec = self.spec(name)
-        cut = mesh_axes(spec) if spec is not None else frozenset()
-        axes = [axis for axis in MESH_AXES if axis in cut and self.axis_size(axis) > 1]
+        axes = self.present(mesh_axes(self.spec(name)))
         parts = self.axis_size(*axes) * num_microbatches
         if size % parts:
             factors = [f"{axis}={self.axis_size(axis)}" for axis in axes]
@@ -144,15 +167,30 @@ class Layout:
                 f"{what} {size} is not divisible by {' x '.join(factors)}; the nearest that is: {' or '.join(nearest)}"
             )
 
-    # What a model calls --------------------------------------------------------------------------------------------
-
-    def gather(self, weight: Float[Array, "..."] | Weight) -> Float[Array, "..."]:
-        """A weight in compute dtype with its FSDP axes gathered: the one named point of FSDP's traffic."""
-        if isinstance(weight, Weight):
-            return zero.gather(weight, self.reduce_dtype)
+    def region(self, function: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
+        """function, of each rank's parts; as it is where there is no mesh."""
         if self.mesh is None:
-            return weight.astype(self.compute_dtype)
-        return fsdp.gather(weight, self.compute_dtype, self.reduce_dtype)
+            return function
+        # What each collective's result is whole or cut over is said by its own custom_vjp: nothing for vma to track.
+        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    # What a model calls, in the region ------------------------------------------------------------------------------
+
+    def gather(self, weight: Parameter) -> Float[Array, "..."]:
+        """A weight in compute dtype with its FSDP axes gathered: the one named point of FSDP's traffic."""
+        value = weight[...]
+        cuts = self._cuts(weight)
+        if isinstance(value, Weight):
+            return zero.gather(value, cuts, self.reduce_dtype)
+        if self.mesh is None or self.zero < 3:
+            return value.astype(self.compute_dtype)
+        return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype)
+
+    def _cuts(self, weight: Parameter) -> fsdp.Cuts:
+        return self.token_cuts(self.parameter_spec(weight.axes, weight.dims))
+
+    def _is_cut_over_tensor(self, weight: Parameter) -> bool:
+        return tensor.AXIS in self.present(mesh_axes(self.parameter_spec(weight.axes, weight.dims)))
 
     def named(self, name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """x, by a name that `remat` can ask for."""
@@ -161,36 +199,30 @@ class Layout:
 
     def enter_tensor(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """From the residual stream to the input of column-parallel weights."""
-        if self.mesh is None:
-            return x
-        return jax.reshard(x, self.spec("batch", "seq", "embed", reduced=tensor.AXES))
+        return tensor.enter(x, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else x
 
-    def project(
-        self, equation: str, x: Float[Array, "B S _"], weight: Float[Array, "..."], *names: str | None
-    ) -> Float[Array, "..."]:
-        """x times a gathered weight, column-parallel: dims named `names` come out, cut as the weight is."""
-        out = self.spec(*names)
-        if out is None:
-            return tensor.product(equation, None, x, weight, self.is_fp8)
-        return tensor.project(equation, x, weight, out, self.is_fp8)
+    def project(self, equation: str, x: Float[Array, "B S _"], weight: Parameter) -> Float[Array, "..."]:
+        """x times a weight, column-parallel."""
+        if self.axis_size(tensor.AXIS) > 1 and not self._is_cut_over_tensor(weight):
+            x = tensor.once(x)
+        return tensor.product(equation, x, self.gather(weight), self._fp8_axes)
 
-    def exit_tensor(
-        self, equation: str, x: Float[Array, "B S ..."], weight: Float[Array, "..."]
-    ) -> Float[Array, "B S D"]:
-        """x times a gathered weight, row-parallel, summed over `tensor` into the residual stream's type."""
-        addends = self.spec("batch", "seq", "embed", unreduced=tensor.AXES)
-        out = self.spec("batch", "residual_seq", "embed")
-        if addends is None or out is None:
-            return tensor.product(equation, None, x, weight, self.is_fp8)
-        return tensor.project_back(equation, x, weight, addends, out, self.is_fp8)
+    def exit_tensor(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
+        """x times a weight, row-parallel, summed over `tensor` into the residual stream."""
+        out = tensor.product(equation, x, self.gather(weight), self._fp8_axes)
+        return tensor.leave(out, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else out
 
-    def scale(self, x: Float[Array, "B S ..."], vector: Float[Array, "..."]) -> Float[Array, "B S ..."]:
-        """x * vector over x's last dims, the vector's gradient left unsummed over the axes that its type owes."""
-        return data.scale(x, vector)
+    @property
+    def _fp8_axes(self) -> tuple[str, ...] | None:
+        return self.present(MESH_AXES) if self.is_fp8 else None
 
-    def shift(self, x: Float[Array, "B S ..."], vector: Float[Array, "..."]) -> Float[Array, "B S ..."]:
+    def scale(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
+        """x * vector over x's last dims, the vector's gradient left unsummed over the axes that it is owed over."""
+        return data.scale(x, vector[...])
+
+    def shift(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x + vector over x's last dims, likewise."""
-        return data.shift(x, vector)
+        return data.shift(x, vector[...])
 
     def attention(
         self,
@@ -200,25 +232,48 @@ class Layout:
         tokens: Tokens,
         mask: AttentionMask,
         scale: float,
+        num_kv_heads: int,
     ) -> Float[Array, "B S H K"]:
-        """Attention over the whole sequence, of which `sequence` gives the tokens; kv heads that `tensor` does not
-        divide are repeated to lcm(G, tensor)."""
-        return attention.attention(self, q, k, v, tokens, mask, scale)
+        """Attention over the whole sequence, of which `sequence` gives the tokens.
+
+        Kv heads that `tensor` does not divide are whole on every rank, which takes its own of them, repeated to
+        lcm(G, tensor): free forward, one all-reduce over `tensor` of dK and dV (B x S x G x K each) backward.
+        """
+        if self.mesh is None:
+            return on_one_device.attention(q, k, v, tokens, tokens, mask, scale)
+        ranks = self.axis_size(tensor.AXIS)
+        if num_kv_heads % ranks:
+            per_rank = math.lcm(num_kv_heads, ranks) // ranks
+            k, v = (tensor.own_heads(x, num_kv_heads, per_rank) for x in (k, v))
+        sizes = dict(self.mesh.shape)
+        return context.attention(
+            self.context, sizes, self.attention_kernel, self.packs_documents, mask, scale, q, k, v, tokens
+        )
 
     def sequence(self, batch: Batch) -> Tokens:
         """What attention's masks go by, of the whole sequence on every context rank: gathered once for all layers."""
         tokens = Tokens(batch.positions, batch.segment_ids)
-        if self.mesh is None:
+        if self.axis_size(context.AXIS) == 1:
             return tokens
-        return jax.tree.map(lambda x: jax.reshard(x, self.spec("batch", None)), tokens)
+        return jax.tree.map(lambda x: lax.all_gather(x, context.AXIS, axis=1, tiled=True), tokens)
 
     def layers(self, block: Callable, stacked: PyTree, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """block(params of one layer, x) for every layer: `stacked` has a leading layers dim on each leaf."""
         return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward)
 
-    def lookup(self, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Rows of an embedding table, in compute dtype and the residual stream's type; the table is not gathered."""
-        return vocab.lookup(self, table, ids)
+    def lookup(self, table: Parameter, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """Rows of an embedding table, in compute dtype, in the residual stream; the table is not gathered."""
+        if self.mesh is None:
+            return vocab.lookup(vocab.Table(self.compute_dtype), table[...], ids)
+        spec = self.parameter_spec(table.axes, table.dims)
+        if self.zero < 3:
+            spec = self.whole_spec(spec)
+        vocab_axes, embed_axes = (self.present(axes_of(part)) for part in spec.partitions)
+        if self.cuts_stream and not vocab_axes:
+            part = ids.shape[1] // self.axis_size(tensor.AXIS)
+            ids = lax.dynamic_slice_in_dim(ids, lax.axis_index(tensor.AXIS) * part, part, axis=1)
+        at = vocab.Table(self.compute_dtype, vocab_axes, embed_axes, self.cuts_stream)
+        return vocab.lookup(at, table[...], ids)
 
     def cross_entropy(
         self,
@@ -229,24 +284,32 @@ class Layout:
         vocab_size: int,
         objective: Objective,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """(sum(weights * objective), sum(weights * -log p(target))) without whole logits on any device; `head` is
-        gathered, x normalised; the first is what has a gradient."""
-        return vocab.cross_entropy(self, self.enter_tensor(x), head, targets, weights, vocab_size, objective)
+        """(sum(weights * objective), sum(weights * -log p(target))) of this rank's tokens, without whole logits on any
+        device; `head` is gathered, x normalised; the first is what has a gradient."""
+        is_cut = self.axis_size(tensor.AXIS) > 1
+        return vocab.cross_entropy(is_cut, self.enter_tensor(x), head, targets, weights, vocab_size, objective)
 
-    # What a step calls ---------------------------------------------------------------------------------------------
+    def logits_at(
+        self, x: Float[Array, "B S D"], head: Float[Array, "D V"], place: Int[Array, ""]
+    ) -> Float[Array, "B V"]:
+        """Scores after the token at a place of the whole sequence's arrays, over the whole vocabulary."""
+        x = self.enter_tensor(x)
+        ranks = self.axis_size(context.AXIS)
+        first = lax.axis_index(context.AXIS) * x.shape[1] if ranks > 1 else 0
+        here = (jnp.arange(x.shape[1]) + first == place).astype(x.dtype)
+        x = jnp.einsum("bsd,s->bd", x, here)
+        x = lax.psum(x, context.AXIS) if ranks > 1 else x
+        logits = tensor.product("bd,dv->bv", x, head)
+        return lax.all_gather(logits, tensor.AXIS, axis=1, tiled=True) if self.axis_size(tensor.AXIS) > 1 else logits
 
-    def owe(self, params: PyTree, owed: PyTree) -> PyTree:
-        """Parameters typed so that their gradients come unsummed over the axes in `owed` (a tree of sets)."""
-        if self.mesh is None:
-            return params
-        return jax.tree.map(data.owe, params, owed)
+    # What a step calls, in the region -------------------------------------------------------------------------------
 
-    def zeros_owed(self, params: PyTree, dtype: jnp.dtype) -> PyTree:
-        """Accumulators typed as the gradients of parameters that `owe` typed."""
-        return jax.tree.map(partial(data.zeros_owed, dtype=dtype), params)
+    def sum_over_tokens(self, x: Float[Array, ""]) -> Float[Array, ""]:
+        """Of every rank's tokens."""
+        axes = self.present(TOKEN_AXES)
+        return lax.psum(x, axes) if axes else x
 
-    def settle(self, grads: PyTree) -> PyTree:
-        """The sums that are still owed, once a step: the all-reduce of data parallelism."""
-        if self.mesh is None:
-            return grads
-        return jax.tree.map(data.settle, grads)
+    def settle(self, grads: PyTree, owed: PyTree) -> PyTree:
+        """The sums that are still owed, once a step: the all-reduce of data parallelism. `owed` is a tree of tuples of
+        axes."""
+        return jax.tree.map(lambda g, axes: data.settle(g, axes, self.reduce_dtype), grads, owed)

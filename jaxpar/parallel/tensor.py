@@ -16,69 +16,108 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpar.kernels import fp8
 from jaxpar.numerics import widened
-from jaxpar.parallel import data
-from jaxpar.parallel.axes import mesh_axes
 
-AXES = frozenset({"tensor"})
+AXIS = "tensor"
 
 
-def project(
-    equation: str, x: Float[Array, "B S _"], weight: Float[Array, "..."], out: P, is_fp8: bool = False
-) -> Float[Array, "..."]:
-    """Column-parallel: x, whole over `tensor` and owing its gradient's sum over it, times a weight cut by columns."""
-    if not AXES & mesh_axes(jax.typeof(weight).sharding.spec):
-        # Every rank computes the whole product, so its share of x's gradient is whole, not an addend.
-        out = P(*(None if part == "tensor" else part for part in out.partitions))
-        x = jax.reshard(x, P(*jax.typeof(x).sharding.spec.partitions))
-    return product(equation, out, x, weight, is_fp8)
+# Each is the other's transpose; AD through the collectives themselves would sum a second time what is one sum.
 
 
-def project_back(
-    equation: str,
-    x: Float[Array, "B S ..."],
-    weight: Float[Array, "..."],
-    addends: P,
-    out: P,
-    is_fp8: bool = False,
-) -> Float[Array, "B S D"]:
-    """Row-parallel: each rank's addend, then the sum over `tensor`, scattered along the sequence where `out` says."""
-    return jax.reshard(product(equation, addends, x, weight, is_fp8), out)
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def enter(x: Float[Array, "B S_ D"], is_cut: bool) -> Float[Array, "B S D"]:
+    """From the residual stream (`is_cut` along the sequence, or whole) to the input of column-parallel weights, whose
+    gradient is a sum over the ranks."""
+    return lax.all_gather(x, AXIS, axis=1, tiled=True) if is_cut else x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def leave(x: Float[Array, "B S D"], is_cut: bool) -> Float[Array, "B S_ D"]:
+    """From the ranks' addends, of row-parallel weights, to the residual stream."""
+    return lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True) if is_cut else lax.psum(x, AXIS)
+
+
+enter.defvjp(
+    lambda x, is_cut: (enter.fun(x, is_cut), None),
+    lambda is_cut, _, cotangent: (leave.fun(cotangent, is_cut),),
+)
+leave.defvjp(
+    lambda x, is_cut: (leave.fun(x, is_cut), None),
+    lambda is_cut, _, cotangent: (enter.fun(cotangent, is_cut),),
+)
+
+
+@jax.custom_vjp
+def once(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x, for a product that every rank computes whole: its gradient counts on one rank alone."""
+    return x
+
+
+once.defvjp(
+    lambda x: (x, None),
+    lambda _, cotangent: (jnp.where(lax.axis_index(AXIS) == 0, cotangent, jnp.zeros((), cotangent.dtype)),),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def own_heads(x: Float[Array, "B S G K"], num_heads: int, heads_per_rank: int) -> Float[Array, "B S g K"]:
+    """This rank's of `num_heads` kv heads, which are whole on every rank, repeated to `heads_per_rank` on each.
+    Backward: the sum over the ranks."""
+    return x[:, :, _own_heads(num_heads, heads_per_rank)]
+
+
+def _own_heads(num_heads, heads_per_rank):
+    repeats = heads_per_rank * lax.axis_size(AXIS) // num_heads
+    return (lax.axis_index(AXIS) * heads_per_rank + jnp.arange(heads_per_rank, dtype=jnp.int32)) // repeats
+
+
+def _own_heads_backward(num_heads, heads_per_rank, _, cotangent):
+    zeros = jnp.zeros((*cotangent.shape[:2], num_heads, cotangent.shape[3]), cotangent.dtype)
+    return (lax.psum(zeros.at[:, :, _own_heads(num_heads, heads_per_rank)].add(cotangent), AXIS),)
+
+
+own_heads.defvjp(
+    lambda x, num_heads, heads_per_rank: (own_heads.fun(x, num_heads, heads_per_rank), None), _own_heads_backward
+)
 
 
 def product(
-    equation: str, out: P | None, x: Float[Array, "..."], weight: Float[Array, "..."], is_fp8: bool = False
+    equation: str,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    fp8_axes: tuple[str, ...] | None = None,
 ) -> Float[Array, "..."]:
     """einsum(equation, x, weight), summed in at least float32 and rounded to x's dtype once.
 
-    With `is_fp8` the operands of all three products are rounded to 8-bit floats first, see kernels.fp8.
+    With `fp8_axes` the operands of all three products are rounded to 8-bit floats first, scaled by their largest value
+    over these mesh axes, see kernels.fp8.
     """
-    return _product(equation, out, is_fp8, x, weight)
+    return _product(equation, fp8_axes, x, weight)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(equation, out, is_fp8, x, weight):
-    return _einsum(equation, out, is_fp8, x, weight)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(equation, fp8_axes, x, weight):
+    return _einsum(equation, fp8_axes, x, weight)
 
 
-def _einsum(equation, out, is_fp8, x, y, kinds=(fp8.FORWARD, fp8.FORWARD)):
+def _einsum(equation, fp8_axes, x, y, kinds=(fp8.FORWARD, fp8.FORWARD)):
     wide = widened(x.dtype)
-    if not is_fp8:
-        return jnp.einsum(equation, x, y, out_sharding=out, preferred_element_type=wide).astype(x.dtype)
-    (x8, x_scale), (y8, y_scale) = map(fp8.quantize, (x, y), kinds)
-    result = jnp.einsum(equation, x8, y8, out_sharding=out, preferred_element_type=wide)
-    return data.times(result, x_scale * y_scale).astype(x.dtype)
+    if fp8_axes is None:
+        return jnp.einsum(equation, x, y, preferred_element_type=wide).astype(x.dtype)
+    (x8, x_scale), (y8, y_scale) = (fp8.quantize(operand, kind, fp8_axes) for operand, kind in zip((x, y), kinds))
+    result = jnp.einsum(equation, x8, y8, preferred_element_type=wide)
+    return (result * (x_scale * y_scale).astype(wide)).astype(x.dtype)
 
 
-def _product_forward(equation, out, is_fp8, x, weight):
-    return _einsum(equation, out, is_fp8, x, weight), (x, weight)
+def _product_forward(equation, fp8_axes, x, weight):
+    return _einsum(equation, fp8_axes, x, weight), (x, weight)
 
 
-def _product_backward(equation, out, is_fp8, residuals, cotangent):
+def _product_backward(equation, fp8_axes, residuals, cotangent):
     # Written out, since autodiff's weight gradient is a transpose of (cotangent x input), for which the CPU backend
     # has no fast kernel.
     x, weight = residuals
@@ -86,14 +125,9 @@ def _product_backward(equation, out, is_fp8, residuals, cotangent):
     operands, y_dims = equation.split("->")
     x_dims, w_dims = operands.split(",")
     return (
-        _einsum(f"{y_dims},{w_dims}->{x_dims}", out and _cotangent_spec(x), is_fp8, cotangent, weight, kinds),
-        _einsum(f"{x_dims},{y_dims}->{w_dims}", out and _cotangent_spec(weight), is_fp8, x, cotangent, kinds[::-1]),
+        _einsum(f"{y_dims},{w_dims}->{x_dims}", fp8_axes, cotangent, weight, kinds),
+        _einsum(f"{x_dims},{y_dims}->{w_dims}", fp8_axes, x, cotangent, kinds[::-1]),
     )
-
-
-def _cotangent_spec(x):
-    spec = jax.typeof(x).sharding.spec
-    return P(*spec.partitions, unreduced=spec.reduced)
 
 
 _product.defvjp(_product_forward, _product_backward)

@@ -12,90 +12,66 @@ Collectives per microbatch, in bytes of one activation A = B x S x D of a rank:
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxpar.numerics import widened
-from jaxpar.parallel import data
-from jaxpar.parallel.axes import BATCH_AXES, TOKEN_AXES, axes_of
-from jaxpar.parallel.tensor import AXES as TENSOR
-
-if TYPE_CHECKING:
-    from jaxpar.parallel.layout import Layout
+from jaxpar.parallel import tensor
 
 CHUNK_BYTES = 64 * 2**20
 """Most bytes of one chunk's logits on a device, in float32."""
 
 
-def lookup(layout: "Layout", table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-    """table[ids] in compute dtype. The table's gradient comes in the table's own type, summed in its own dtype."""
-    if layout.mesh is None:
-        return table.astype(layout.compute_dtype)[ids]
-    return _lookup(layout, jax.typeof(table), table, ids)
+@dataclass(frozen=True)
+class Table:
+    """How an embedding table and what is looked up in it lie."""
+
+    dtype: jnp.dtype
+    """Of its result."""
+    vocab_axes: tuple[str, ...] = ()
+    """That cut its rows."""
+    embed_axes: tuple[str, ...] = ()
+    """That cut its columns, and the tokens."""
+    is_scattered: bool = False
+    """Whether the result is cut along the sequence over the axes that cut the rows; the ids never are."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _lookup(layout, stored, table, ids):
-    """Every rank looks up its own columns for its whole FSDP group, then an all-to-all trades rows for columns."""
-    vocab_axes, embed_axes = map(axes_of, stored.sharding.spec.partitions)
-    scattered = bool(vocab_axes) and layout.sequence_parallel
-
-    def local(table, ids):
-        rows, inside = _local_rows(table.shape[0], vocab_axes, _gather_rows(ids, embed_axes))
-        x = jnp.where(inside[..., None], table[rows], jnp.zeros((), table.dtype))
-        if scattered:
-            x = lax.psum_scatter(x, vocab_axes, scatter_dimension=1, tiled=True)
-        elif vocab_axes:
-            x = lax.psum(x, vocab_axes)
-        return lax.all_to_all(x, embed_axes, split_axis=0, concat_axis=2, tiled=True) if embed_axes else x
-
-    ids_spec, out_spec = _lookup_specs(layout, vocab_axes)
-    table = jax.reshard(table, P(*stored.sharding.spec.partitions)).astype(layout.compute_dtype)
-    return jax.shard_map(local, in_specs=(P(vocab_axes, embed_axes), ids_spec), out_specs=out_spec, check_vma=False)(
-        table, jax.reshard(ids, ids_spec)
-    )
+def lookup(at: Table, table: Float[Array, "v d"], ids: Int[Array, "B S"]) -> Float[Array, "B S_ D"]:
+    """Rows of the whole table. Every rank looks up its own columns for its whole FSDP group, then an all-to-all trades
+    rows for columns. The gradient of this rank's part is summed in at least float32."""
+    return _lookup(at, table.shape[0], table.dtype, table, ids)
 
 
-def _lookup_forward(layout, stored, table, ids):
-    return _lookup(layout, stored, table, ids), ids
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _lookup(at, num_rows, dtype, table, ids):
+    rows, inside = _local_rows(num_rows, at.vocab_axes, _gather_rows(ids, at.embed_axes))
+    x = jnp.where(inside[..., None], table.astype(at.dtype)[rows], jnp.zeros((), at.dtype))
+    if at.vocab_axes and at.is_scattered:
+        x = lax.psum_scatter(x, at.vocab_axes, scatter_dimension=1, tiled=True)
+    elif at.vocab_axes:
+        x = lax.psum(x, at.vocab_axes)
+    return lax.all_to_all(x, at.embed_axes, split_axis=0, concat_axis=2, tiled=True) if at.embed_axes else x
 
 
-def _lookup_backward(layout, stored, ids, cotangent):
-    spec = stored.sharding.spec
-    vocab_axes, embed_axes = map(axes_of, spec.partitions)
-    owed = tuple(axis for axis in layout.mesh.axis_names if axis in spec.reduced)
+def _lookup_forward(at, num_rows, dtype, table, ids):
+    return _lookup(at, num_rows, dtype, table, ids), ids
 
-    def local(ids, cotangent):
-        if embed_axes:
-            cotangent = lax.all_to_all(cotangent, embed_axes, split_axis=2, concat_axis=0, tiled=True)
-        if vocab_axes and layout.sequence_parallel:
-            cotangent = lax.all_gather(cotangent, vocab_axes, axis=1, tiled=True)
-        num_rows = stored.shape[0] // layout.axis_size(*vocab_axes)
-        rows, inside = _local_rows(num_rows, vocab_axes, _gather_rows(ids, embed_axes))
-        wide = widened(stored.dtype)
-        addend = jnp.where(inside[..., None], cotangent.astype(wide), jnp.zeros((), wide))
-        summed = jnp.zeros((1, num_rows, cotangent.shape[-1]), wide).at[0, rows].add(addend)
-        return summed.astype(stored.dtype)
 
-    ids_spec, out_spec = _lookup_specs(layout, vocab_axes)
-    stacked = jax.shard_map(
-        local, in_specs=(ids_spec, out_spec), out_specs=P(owed, vocab_axes, embed_axes), check_vma=False
-    )(jax.reshard(ids, ids_spec), cotangent)
-    return data.addends(stacked, P(*spec.partitions)), None
+def _lookup_backward(at, num_rows, dtype, ids, cotangent):
+    if at.embed_axes:
+        cotangent = lax.all_to_all(cotangent, at.embed_axes, split_axis=2, concat_axis=0, tiled=True)
+    if at.vocab_axes and at.is_scattered:
+        cotangent = lax.all_gather(cotangent, at.vocab_axes, axis=1, tiled=True)
+    rows, inside = _local_rows(num_rows, at.vocab_axes, _gather_rows(ids, at.embed_axes))
+    wide = widened(dtype)
+    addend = jnp.where(inside[..., None], cotangent.astype(wide), jnp.zeros((), wide))
+    return jnp.zeros((num_rows, cotangent.shape[-1]), wide).at[rows].add(addend).astype(dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
-
-
-def _lookup_specs(layout, vocab_axes):
-    """A rank of a cut table sees the ids of its whole `tensor` group; of a whole table, its own part of the stream."""
-    ids = layout.spec("batch", "seq" if vocab_axes else "residual_seq")
-    return ids, layout.spec("batch", "residual_seq", "embed")
 
 
 def _gather_rows(ids, embed_axes):
@@ -119,84 +95,84 @@ class Objective:
 
 
 def cross_entropy(
-    layout: "Layout",
+    is_cut: bool,
     x: Float[Array, "B S D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "D v"],
     targets: Int[Array, "B S"],
     weights: Float[Array, "B S"],
     vocab_size: int,
     objective: Objective,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(sum(weights * objective), sum(weights * cross-entropy)), of which the first has the gradient.
+    """(sum(weights * objective), sum(weights * cross-entropy)) over this rank's tokens; the first has the gradient.
 
-    The cross-entropy is log sum exp(logits) - logits[target], logits = x head, those past `vocab_size` being -inf.
-    x as `Layout.enter_tensor` gives it, the head as `Layout.gather` does. The sequence goes by in chunks, whose
-    gradients are made in the same pass and kept: three matmuls, none twice, and never more logits than a chunk's.
+    The cross-entropy is log sum exp(logits) - logits[target], logits = x head, those past `vocab_size` being -inf;
+    `is_cut` says whether the head's columns are cut over `tensor`. The sequence goes by in chunks, whose gradients are
+    made in the same pass and kept: three matmuls, none twice, and never more logits than a chunk's.
     """
-    return _cross_entropy(layout, vocab_size, objective, x, head, targets, weights)
+    return _cross_entropy(is_cut, vocab_size, objective, x, head, targets, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(layout, vocab_size, objective, x, head, targets, weights):
+def _cross_entropy(is_cut, vocab_size, objective, x, head, targets, weights):
     def chunk(_, inputs):
         x, targets, weights = inputs
-        losses, _ = _chunk_loss(layout, vocab_size, objective, x, head, targets)
+        losses, _ = _chunk_loss(is_cut, vocab_size, objective, x, head, targets)
         return None, jax.tree.map(lambda loss: loss * weights, losses)
 
-    losses = lax.scan(chunk, None, _chunks(layout, head.shape[1], (x, targets, weights)))[1]
+    losses = lax.scan(chunk, None, _chunks(head.shape[1], (x, targets, weights)))[1]
     return jax.tree.map(jnp.sum, losses)
 
 
-def _cross_entropy_forward(layout, vocab_size, objective, x, head, targets, weights):
-    dx_spec = layout.spec("batch", "seq", None, None, unreduced=TENSOR)
-    head_spec = layout.spec(None, "vocab", unreduced=TOKEN_AXES)
+def _cross_entropy_forward(is_cut, vocab_size, objective, x, head, targets, weights):
     wide = widened(head.dtype)
 
     def chunk(dhead, inputs):
         x, targets, weights = inputs
-        losses, dlogits = _chunk_loss(layout, vocab_size, objective, x, head, targets)
+        losses, dlogits = _chunk_loss(is_cut, vocab_size, objective, x, head, targets)
         dlogits = (dlogits * weights[..., None].astype(wide)).astype(x.dtype)
-        dx = jnp.einsum("bncv,dv->bncd", dlogits, head, out_sharding=dx_spec, preferred_element_type=wide)
-        dx = dx.astype(x.dtype)
-        dhead += jnp.einsum("bncd,bncv->dv", x, dlogits, out_sharding=head_spec, preferred_element_type=wide)
+        dx = jnp.einsum("bcv,dv->bcd", dlogits, head, preferred_element_type=wide).astype(x.dtype)
+        dhead += jnp.einsum("bcd,bcv->dv", x, dlogits, preferred_element_type=wide)
         return dhead, (dx, jax.tree.map(lambda loss: loss * weights, losses))
 
-    start = jnp.zeros(head.shape, wide, out_sharding=head_spec)
-    dhead, (dx, losses) = lax.scan(chunk, start, _chunks(layout, head.shape[1], (x, targets, weights)))
-    dx = lax.reshape(jnp.moveaxis(dx, 0, 2), x.shape, out_sharding=layout.spec("batch", "seq", None, unreduced=TENSOR))
+    dhead, (dx, losses) = lax.scan(chunk, jnp.zeros(head.shape, wide), _chunks(head.shape[1], (x, targets, weights)))
+    dx = jnp.moveaxis(dx, 0, 1).reshape(x.shape)
     return jax.tree.map(jnp.sum, losses), (dx, dhead.astype(head.dtype))
 
 
-def _cross_entropy_backward(layout, vocab_size, objective, residuals, cotangents):
-    dx, dhead = residuals
-    return data.times(dx, cotangents[0]), data.times(dhead, cotangents[0]), None, None
+def _cross_entropy_backward(is_cut, vocab_size, objective, residuals, cotangents):
+    dx, dhead = (gradient * cotangents[0].astype(gradient.dtype) for gradient in residuals)
+    return dx, dhead, None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _chunk_loss(layout, vocab_size, objective, x, head, targets):
-    """((objective, cross-entropy), each [B, N, C]; the first one's gradient by the logits [B, N, C, V]), in at least
+def _chunk_loss(is_cut, vocab_size, objective, x, head, targets):
+    """((objective, cross-entropy), each [B, C]; the first one's gradient by the logits [B, C, v]), in at least
     float32."""
-    cut = layout.spec("batch", "seq", None, "vocab")
-    logits = jnp.einsum("bncd,dv->bncv", x, head, out_sharding=cut, preferred_element_type=widened(x.dtype))
-    token = jnp.arange(head.shape[1], dtype=targets.dtype, out_sharding=layout.spec("vocab"))[None, None, None]
+    logits = jnp.einsum("bcd,dv->bcv", x, head, preferred_element_type=widened(x.dtype))
+    offset = lax.axis_index(tensor.AXIS) * head.shape[1] if is_cut else 0
+
+    def over_vocab(reduce, collective, values):
+        local = reduce(values, axis=-1)
+        return collective(local, tensor.AXIS) if is_cut else local
+
+    token = (jnp.arange(head.shape[1], dtype=targets.dtype) + offset)[None, None]
     is_true = token < vocab_size
-    if head.shape[1] > vocab_size:
-        logits = jnp.where(is_true, logits, -jnp.inf)
+    logits = jnp.where(is_true, logits, -jnp.inf)
     is_target = token == targets[..., None]
-    largest = jnp.max(logits, axis=-1, keepdims=True)
+    largest = over_vocab(jnp.max, lax.pmax, logits)[..., None]
     shifted = logits - largest
     exp = jnp.exp(shifted)
-    total = jnp.sum(exp, axis=-1)
+    total = over_vocab(jnp.sum, lax.psum, exp)
     zero = jnp.zeros((), shifted.dtype)
-    at_target = jnp.sum(jnp.where(is_target, shifted, zero), axis=-1)
+    at_target = over_vocab(jnp.sum, lax.psum, jnp.where(is_target, shifted, zero))
     nll = jnp.log(total) - at_target
     softmax = exp / total[..., None]
     loss, gradient = nll, softmax - is_target.astype(exp.dtype)
     if objective.label_smoothing:
         share = objective.label_smoothing
-        mean = jnp.sum(jnp.where(is_true, shifted, zero), axis=-1) / vocab_size
+        mean = over_vocab(jnp.sum, lax.psum, jnp.where(is_true, shifted, zero)) / vocab_size
         loss = loss + share * (at_target - mean)
         gradient = gradient + share * (is_target.astype(exp.dtype) - is_true.astype(exp.dtype) / vocab_size)
     if objective.z_loss:
@@ -206,22 +182,15 @@ def _chunk_loss(layout, vocab_size, objective, x, head, targets):
     return (loss, nll), gradient
 
 
-def _chunks(layout, padded_vocab, arrays):
-    """Each [B, S, ...] as [chunks, B, context ranks, S / ranks / chunks, ...]: every rank goes through its own part."""
-    ranks = layout.axis_size("context")
-    batch, seq = arrays[0].shape[0] // layout.axis_size(*BATCH_AXES), arrays[0].shape[1] // ranks
-    position_bytes = 4 * batch * padded_vocab // layout.axis_size(*TENSOR)
+def _chunks(num_columns, arrays):
+    """Each [B, S, ...] as [chunks, B, S / chunks, ...]."""
+    batch, seq = arrays[0].shape[:2]
     num_chunks = next(
-        n for n in range(1, seq + 1) if seq % n == 0 and (seq // n * position_bytes <= CHUNK_BYTES or n == seq)
+        n for n in range(1, seq + 1) if seq % n == 0 and (seq // n * 4 * batch * num_columns <= CHUNK_BYTES or n == seq)
     )
 
     def split(array):
-        spec = jax.typeof(array).sharding.spec if layout.mesh is not None else P()
-        tail = (None,) * (array.ndim - 2)
-        out = layout.spec("batch", "seq", None, None, *tail, reduced=spec.reduced)
-        parts = lax.reshape(
-            array, (array.shape[0], ranks, num_chunks, seq // num_chunks, *array.shape[2:]), out_sharding=out
-        )
-        return jnp.moveaxis(parts, 2, 0)
+        parts = array.reshape(array.shape[0], num_chunks, seq // num_chunks, *array.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
 
     return jax.tree.map(split, arrays)

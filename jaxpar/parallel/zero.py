@@ -4,8 +4,7 @@ Splits: master parameters and moments over (data, expert, context, fsdp), n rank
 rank keeps a copy of each kernel that is whole over those axes, in compute dtype.
 Collectives per step, in bytes of the whole weight W of a tensor rank:
     all-gather      W x compute dtype, once, of the updated parameters
-    reduce-scatter  W x reduction dtype; ZeRO-1: once; ZeRO-2: per microbatch, layer by layer as the backward pass goes;
-                    over several axes one after the other, on what is left
+    reduce-scatter  W x reduction dtype; ZeRO-1: once; ZeRO-2: per microbatch, layer by layer as the backward pass goes
 Memory per device for P parameters in bfloat16, AdamW (the paper's figure 1, K = 12): 2 P + 2 P + 12 P / n, and under
 ZeRO-2 2 P + (2 + 12) P / n with gradients reduced in bfloat16.
 Limits: as FSDP's, a dim that an axis does not divide is not cut over it.
@@ -16,7 +15,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxpar.parallel import fsdp
@@ -31,7 +29,7 @@ def whole(master: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:
-    """A whole weight, and an array typed as its gradient is to come, whose value counts for nothing."""
+    """A whole weight, and an array like this rank's part of its gradient, whose value counts for nothing."""
 
     whole: Float[Array, "..."]
     part: Float[Array, "..."]
@@ -42,27 +40,22 @@ class Weight:
         return self
 
 
-def gather(weight: Weight, reduce_dtype: jnp.dtype) -> Float[Array, "..."]:
-    """The whole weight. Backward: reduce-scatter in `reduce_dtype` to the type of `weight.part`."""
-    return _gather(weight.whole, weight.part, reduce_dtype, jax.typeof(weight.part))
+def gather(weight: Weight, cuts: fsdp.Cuts, reduce_dtype: jnp.dtype) -> Float[Array, "..."]:
+    """The whole weight. Backward: reduce-scatter in `reduce_dtype`, to this rank's part."""
+    return _gather(weight.whole, weight.part, cuts, weight.part.dtype, reduce_dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _gather(whole, part, reduce_dtype, out):
-    return _typed(whole)
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _gather(whole, part, cuts, dtype, reduce_dtype):
+    return whole
 
 
-def _typed(whole):
-    return jax.reshard(whole, P(*jax.typeof(whole).sharding.spec.partitions, reduced=TOKEN_AXES))
+def _forward(whole, part, cuts, dtype, reduce_dtype):
+    return whole, None
 
 
-def _forward(whole, part, reduce_dtype, out):
-    return _typed(whole), None
-
-
-def _backward(reduce_dtype, out, _, cotangent):
-    part = fsdp.reduce_scatter(cotangent.astype(reduce_dtype), out.sharding.spec)
-    return None, part.astype(out.dtype)
+def _backward(cuts, dtype, reduce_dtype, _, cotangent):
+    return None, fsdp.reduce_scatter(cotangent.astype(reduce_dtype), cuts).astype(dtype)
 
 
 _gather.defvjp(_forward, _backward)

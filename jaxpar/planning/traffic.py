@@ -93,10 +93,7 @@ def _weights(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
             gathers = 1
             scatters = 1 if settings.zero == 1 else settings.num_microbatches
         yield fsdp, "all-gather", gathers * whole * settings.compute_bytes
-        scattered = scatters * whole * settings.reduce_bytes
-        for axis in (axis for partition in spec.partitions for axis in axes_of(partition) if axis in fsdp):
-            yield (axis,), "reduce-scatter", scattered
-            scattered //= settings.mesh[axis]
+        yield fsdp, "reduce-scatter", scatters * whole * settings.reduce_bytes
         owed = _activation_axes(parameter.summed_over, settings) - mesh_axes(spec)
         yield owed, "all-reduce", whole // _size(settings, fsdp) * settings.reduce_bytes
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from jaxpar.numerics import widened
@@ -18,9 +19,10 @@ EvalStep = Callable[[PyTree, Batch], tuple[Float[Array, ""], Float[Array, ""]]]
 
 def make_eval_step(model: Model) -> EvalStep:
     """The function to compile: (params, batch [M, B, S]) -> (sum of negative log-likelihoods in nats, valid tokens)."""
-    dtype = widened(model.layout.compute_dtype)
+    layout = model.layout
+    dtype = widened(layout.compute_dtype)
 
-    def step(params: PyTree, batch: Batch) -> tuple[Array, Array]:
+    def local(params: PyTree, batch: Batch) -> tuple[Array, Array]:
         weights = batch.loss_weights.astype(dtype)
         weighted = Batch(batch.tokens, batch.targets, batch.positions, batch.segment_ids, weights)
 
@@ -28,7 +30,11 @@ def make_eval_step(model: Model) -> EvalStep:
             return total + model.loss(params, microbatch)[1], None
 
         nll, _ = lax.scan(add, jnp.zeros((), dtype), weighted)
-        return nll, jnp.sum(weights)
+        return layout.sum_over_tokens(nll), layout.sum_over_tokens(jnp.sum(weights))
+
+    def step(params: PyTree, batch: Batch) -> tuple[Array, Array]:
+        region = layout.region(local, (model.computed_specs, layout.stacked_batch_spec()), (P(), P()))
+        return region(model.computed_with(params), batch)
 
     return step
 

@@ -64,19 +64,18 @@ class Model:
         return self._declared(lambda p: ("layers",) * (len(p.shape) - len(p.axes)) + p.axes)
 
     @cached_property
+    def specs(self) -> PyTree:
+        """Where each parameter is kept, `layers` included."""
+        return self._declared(lambda p: self.layout.parameter_spec(p.axes, p.shape))
+
+    @cached_property
     def owed(self) -> PyTree:
         """The axes over which each gradient stays unsummed until the end of a step."""
 
-        return self._declared(lambda param: self._owed_axes(param, lambda spec: spec))
+        def owed(p: Any) -> tuple[str, ...]:
+            return self.layout.owed_axes(self.layout.parameter_spec(p.axes, p.shape), p.summed_over, p.summed_sizes)
 
-    @cached_property
-    def whole_owed(self) -> PyTree:
-        """The same where the gradient is by a weight's whole copy, of which no part is summed on the way (ZeRO-1)."""
-        return self._declared(lambda param: self._owed_axes(param, self.layout.whole_spec))
-
-    def _owed_axes(self, param: Any, of: Callable[[P], P]) -> frozenset[str]:
-        sharding = self._sharding(param)
-        return self.layout.owed_axes(of(sharding.spec), param.summed_over) if sharding else frozenset()
+        return self._declared(owed)
 
     @property
     def keeps_whole_weights(self) -> bool:
@@ -105,8 +104,6 @@ class Model:
         return self._declared(like)
 
     def _sharding(self, param: Any) -> NamedSharding | None:
-        if self.layout.mesh is None:
-            return None
         return self.layout.sharding(self.layout.parameter_spec(param.axes, param.shape))
 
     def init(self, seed: int) -> PyTree:
@@ -121,11 +118,29 @@ class Model:
         return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(self._build(key))), out_shardings=shardings)
 
     def loss(self, params: PyTree, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """(what is minimised, the cross-entropy alone), each a sum of the batch's loss_weights."""
+        """(what is minimised, the cross-entropy alone), sums over the batch's loss_weights; in the layout's region, of
+        this rank's tokens."""
         return self._module(params).loss(batch, self.layout, self.objective)
 
-    def logits_at(self, params: PyTree, batch: Batch, index: Int[Array, ""]) -> Float[Array, "B V"]:
-        return self._module(params).logits_at(batch, index, self.layout)
+    def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
+        """Of arrays on the mesh [B, S]."""
+        layout = self.layout
+
+        def local(params: PyTree, batch: Batch, place: Array) -> Array:
+            return self._module(params).logits_at(batch, place, layout)
+
+        params = self.computed_with(params)
+        specs = self.computed_specs, layout.spec("batch", "seq"), P()
+        return layout.region(local, specs, layout.spec("batch", None))(params, batch, place)
+
+    def computed_with(self, params: PyTree) -> PyTree:
+        """What a forward pass takes, made of master parameters."""
+        return self.whole(params) if self.keeps_whole_weights else params
+
+    @cached_property
+    def computed_specs(self) -> PyTree:
+        of = self.layout.whole_spec if self.keeps_whole_weights else lambda spec: spec
+        return jax.tree.map(of, self.specs, is_leaf=lambda node: isinstance(node, P))
 
 
 def _is_variable(node: Any) -> bool:
