@@ -1,13 +1,13 @@
 """What each rank keeps under ZeRO-1, 2 and 3, measured on the arrays: arXiv 1910.02054, figure 1 and table 1."""
 
-import math
-
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
 from jaxpar.training import optimizers, setup
-from jaxpar.training.gradients import weights_of
+from jaxpar.training.gradients import differentiated
 from jaxpar.training.step import init_state
 from models.config import ModelConfig
 
@@ -31,19 +31,19 @@ def bytes_per_parameter(zero: int, mesh: str) -> dict[str, float]:
         leaves = [leaf for leaf, keep in zip(jax.tree.leaves(tree), is_kernel, strict=True) if keep]
         return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / num_parameters
 
-    def typed(tree) -> float:
-        """Of arrays inside a step, by their types: addends are as large as their sum."""
-        leaves = [leaf for leaf, keep in zip(jax.tree.leaves(tree), is_kernel, strict=True) if keep]
-        sizes = [math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves]
-        return sum(sizes) / num_parameters
+    def one_ranks(weights) -> jax.Array:
+        """Bytes of what the gradients come as, in the region."""
+        leaves = jax.tree.leaves(differentiated(model, weights)[0])
+        return jnp.float32(sum(leaf.size * leaf.dtype.itemsize for leaf, keep in zip(leaves, is_kernel) if keep))
 
     with jax.set_mesh(model.layout.mesh):
         state = init_state(model, optimizers.make(config.optimizer, 10, model.names), seed=0)
         moments = state.opt_state[0]
-        weights, _ = jax.eval_shape(lambda p, w: (weights_of(model, p, w)[0], None), state.params, state.whole)
+        weights = state.params if state.whole is None else state.whole
+        gradients = model.layout.region(one_ranks, (model.computed_specs,), P())(weights)
     return {
         "parameters": kept(state.whole) if state.whole is not None else 0.0,
-        "gradients": typed(weights),
+        "gradients": float(gradients) / num_parameters,
         "optimizer": kept(state.params) + kept(moments.mu) + kept(moments.nu),
     }
 

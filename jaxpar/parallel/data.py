@@ -21,7 +21,7 @@ def settle(gradient: Float[Array, "..."], axes: tuple[str, ...], reduce_dtype: j
 
 @jax.custom_vjp
 def scale(x: Float[Array, "B S ..."], vector: Float[Array, "..."]) -> Float[Array, "B S ..."]:
-    """x * vector, broadcast over x's first dims. The vector's gradient is a sum over this rank's tokens, made in at least
+    """x * vector, broadcast over x's first dims. The vector's gradient is summed over this rank's tokens, in at least
     float32."""
     return x * _broadcastable(x, vector)
 

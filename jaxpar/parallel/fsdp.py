@@ -64,8 +64,8 @@ def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts) -> Float[Array, "..
 
 
 def save_all_but_gathered(primitive, *inputs, **params) -> bool:
-    """A `jax.checkpoint` policy. Both ends of a gather are refused: the name, and the all-gather that it names, known by
-    its axes (and from one of K and V by a weight's fewer dims)."""
+    """A `jax.checkpoint` policy. Both ends of a gather are refused: the name, and the all-gather that it names, told
+    by its axes (and from one of K and V by a weight's fewer dims)."""
     if primitive.name == "name":
         return params["name"] != GATHERED
     return not (primitive.name == "all_gather" and TOKEN_AXES & {*params["axis_name"]} and inputs[0].ndim < 4)
