@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxpar.kernels import tiled
 from jaxpar.kernels.mask import AttentionMask, Tokens
@@ -64,13 +64,13 @@ def whole_sequence(
     tokens: Tokens,
     mask: AttentionMask,
     scale: float,
-) -> Float[Array, "B S H K"]:
-    """`attention` of a sequence to itself, by this kernel."""
-    if kernel == "cudnn":
-        return _module(kernel).attention(q, k, v, mask, scale)
-    if kernel == "splash":
-        return _module(kernel).attention(q, k, v, tokens.segment_ids, mask, scale)
-    return attention(q, k, v, tokens, tokens, mask, scale)
+    block: int,
+) -> tuple[Float[Array, "B S H K"], Int[Array, ""]]:
+    """`counted` of a sequence to itself, by this kernel; the platforms' own count no tiles."""
+    if kernel == "tiled":
+        return counted(q, k, v, tokens, tokens, mask, scale, block)
+    further = () if kernel == "cudnn" else (tokens.segment_ids,)
+    return _module(kernel).attention(q, k, v, *further, mask, scale), jnp.zeros((), jnp.int32)
 
 
 def attention(
@@ -87,23 +87,38 @@ def attention(
     G kv heads serve H = G * r query heads in order, without K or V being repeated (GQA, arXiv 2305.13245). Kept for the
     backward pass: q, k, v, the output and a float per query and head.
     """
-    return _attention(mask, scale, q, k, v, q_tokens, k_tokens)
+    return counted(q, k, v, q_tokens, k_tokens, mask, scale)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(mask, scale, q, k, v, q_tokens, k_tokens):
-    return tiled.forward(q, k, v, q_tokens, k_tokens, mask, scale)[0].astype(q.dtype)
+def counted(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    q_tokens: Tokens,
+    k_tokens: Tokens,
+    mask: AttentionMask,
+    scale: float,
+    block: int = tiled.BLOCK,
+) -> tuple[Float[Array, "B T H K"], Int[Array, ""]]:
+    """As `attention`, and the number of tiles that its forward pass computed."""
+    return _attention(mask, scale, block, q, k, v, q_tokens, k_tokens)
 
 
-def _forward(mask, scale, q, k, v, q_tokens, k_tokens):
-    out, lse, _ = tiled.forward(q, k, v, q_tokens, k_tokens, mask, scale)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(mask, scale, block, q, k, v, q_tokens, k_tokens):
+    out, _, tiles = tiled.forward(q, k, v, q_tokens, k_tokens, mask, scale, block)
+    return out.astype(q.dtype), tiles
+
+
+def _forward(mask, scale, block, q, k, v, q_tokens, k_tokens):
+    out, lse, tiles = tiled.forward(q, k, v, q_tokens, k_tokens, mask, scale, block)
     out, lse = checkpoint_name(out.astype(q.dtype), RESULT), checkpoint_name(lse, RESULT)
-    return out, (q, k, v, q_tokens, k_tokens, out, lse)
+    return (out, tiles), (q, k, v, q_tokens, k_tokens, out, lse)
 
 
-def _backward(mask, scale, residuals, cotangent):
-    q, k, v, q_tokens, k_tokens, out, lse = residuals
-    dq, dk, dv = tiled.backward(q, k, v, lse, delta(out, cotangent), cotangent, q_tokens, k_tokens, mask, scale)
+def _backward(mask, scale, block, residuals, cotangents):
+    (q, k, v, q_tokens, k_tokens, out, lse), (cotangent, _) = residuals, cotangents
+    dq, dk, dv = tiled.backward(q, k, v, lse, delta(out, cotangent), cotangent, q_tokens, k_tokens, mask, scale, block)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

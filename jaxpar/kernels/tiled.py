@@ -1,16 +1,16 @@
 """Exact attention in tiles, in plain JAX: never an S x S array (FlashAttention-2, arXiv 2307.08691).
 
 Queries and keys are cut into blocks. A tile, one block of queries against one of keys, is computed only where some
-query of it may see some key: the list of such tiles is made from each block's least and largest position and segment,
-and one loop goes through it. The forward pass keeps a running maximum and denominator for each query; the backward
-pass makes the scores again from their log-sum-exp. A tile costs two products forward and five backward.
+query of it may see some key: the list of such tiles is made from each block's first and last token by segment and
+position, and one loop goes through it. The forward pass keeps a running maximum and denominator for each query; the
+backward pass makes the scores again from their log-sum-exp. A tile costs two products forward and five backward.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,39 +27,49 @@ def block_size(length: int, most: int = BLOCK) -> int:
 
 
 def active_tiles(q_tokens: Tokens, k_tokens: Tokens, mask: AttentionMask, block: int = BLOCK) -> Bool[Array, "QB KB"]:
-    """Which tiles hold a visible pair, or may: in some row of the batch the blocks' ranges of positions and of segments
-    admit one."""
-    q_low, q_high = _ranges(q_tokens, block)
-    k_low, k_high = _ranges(k_tokens, block)
-
-    def pairs(q: Int[Array, "B QB"], k: Int[Array, "B KB"]) -> tuple[Array, Array]:
-        return q[:, :, None], k[:, None, :]
-
-    q_first, k_last = pairs(q_low.segment_ids, k_high.segment_ids)
-    q_last, k_first = pairs(q_high.segment_ids, k_low.segment_ids)
-    active = (q_first <= k_last) & (k_first <= q_last)
-    latest, earliest = pairs(q_high.positions, k_low.positions)
-    if mask.causal:
-        active &= latest >= earliest
-    if mask.window is not None:
-        first, last = pairs(q_low.positions, k_high.positions)
-        active &= first - last < mask.window
-        if not mask.causal:
-            active &= earliest - latest < mask.window
-    return jnp.any(active, axis=0)
+    """Which tiles hold a visible pair, or may: in some row of the batch the blocks' first and last tokens admit one."""
+    return jnp.any(admitted(_ends(q_tokens, block), _ends(k_tokens, block), mask), axis=0)
 
 
-def _ranges(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
-    """The least and the largest position and segment of each block, [B, blocks]."""
+def admitted(q: tuple[Tokens, Tokens], k: tuple[Tokens, Tokens], mask: AttentionMask) -> Bool[Array, "B QB KB"]:
+    """Which blocks may see which, by the `ends` of each; of JAX's arrays or numpy's."""
+    (q_first, q_last), (k_first, k_last) = (
+        jax.tree.map(lambda x, new=new: x[new], ends) for ends, new in ((q, np.s_[:, :, None]), (k, np.s_[:, None, :]))
+    )
+    reach = None if mask.window is None else mask.window - 1
+
+    def within(a: Tokens, b: Tokens, reach: int | None) -> Array:
+        """Whether a comes before b, or after by `reach` positions of the same segment, at most (None: any)."""
+        if reach is None:
+            return a.segment_ids <= b.segment_ids
+        is_near = a.positions - b.positions <= reach
+        return (a.segment_ids < b.segment_ids) | (a.segment_ids == b.segment_ids) & is_near
+
+    return within(q_first, k_last, reach) & within(k_first, q_last, 0 if mask.causal else reach)
+
+
+def ends(blocks: Tokens) -> tuple[Tokens, Tokens]:
+    """The first and the last token of each block [..., b], by segment and then position; of JAX's arrays or numpy's."""
+    where = blocks.positions.__array_namespace__().where
+
+    def end(reduce: str, beyond: int) -> Tokens:
+        segment = getattr(blocks.segment_ids, reduce)(axis=-1)
+        positions = where(blocks.segment_ids == segment[..., None], blocks.positions, beyond)
+        return Tokens(getattr(positions, reduce)(axis=-1), segment)
+
+    limits = np.iinfo(np.int32)
+    return end("min", limits.max), end("max", limits.min)
+
+
+def _ends(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
     length = tokens.positions.shape[1]
     size = block_size(length, block)
 
-    def over(reduce, array: Int[Array, "B S"]) -> Int[Array, "B N"]:
+    def cut(array: Int[Array, "B S"]) -> Int[Array, "B N b"]:
         padded = jnp.pad(array, ((0, 0), (0, -length % size)), mode="edge")
-        return reduce(padded.reshape(array.shape[0], -1, size), axis=2)
+        return padded.reshape(array.shape[0], -1, size)
 
-    low, high = (jax.tree.map(partial(over, reduce), tokens) for reduce in (jnp.min, jnp.max))
-    return low, high
+    return ends(jax.tree.map(cut, tokens))
 
 
 @dataclass(frozen=True)

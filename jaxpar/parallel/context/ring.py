@@ -1,11 +1,14 @@
 """Ring attention (arXiv 2310.01889): keys and values travel round the ranks, each computing with what it holds.
 
 Splits: the sequence over n ranks; every rank keeps the queries, keys and values of its own part, C = S / n tokens.
-Collectives per layer and microbatch, with |K|, |V| a rank's own in compute dtype, |dK|, |dV| in float32:
-    forward     n - 1 permutes of |K| + |V|; recomputed, n - 2: the backward pass shares the first
-    backward    n - 1 permutes of |K| + |V|, n - 1 of |dK| + |dV|, and of these one more, in compute dtype, home
-Rounds that a sliding window or no document reaches are left out, and then send nothing. A permute is issued before the
-tiles that it hides behind. Memory does not grow with n: the backward pass sends keys and values round again.
+Collectives per layer and microbatch, with |K|, |V| a rank's own in compute dtype:
+    forward     n - 1 permutes of |K| + |V|
+    backward    n - 1 permutes of |K| + |V|, n of |dK| + |dV|: in float32, but the last, which takes the whole sums home
+                in compute dtype
+Rounds that a sliding window or no document reaches are left out. With r left, a window's send r - 1 and r permutes for
+n - 1 and n; which ones documents leave is known at run time only, and a permute over several ranks then goes by powers
+of two. Where the compiler knows the rounds, a permute is issued before the tiles that it hides behind. Memory does not
+grow with n: the backward pass sends keys and values round again.
 Limits: no permute may stand in a branch that ranks take differently, so not under pipeline schedules that branch.
 """
 
@@ -13,6 +16,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +45,16 @@ class Ring:
     scale: float
     all_axes: tuple[str, ...]
     """Of the mesh: a round is left out where no device needs it."""
+    block: int = tiled.BLOCK
 
-    def permute(self, tree: PyTree, hop: int) -> PyTree:
-        """Everything `hop` ranks on."""
+    def permute(self, tree: PyTree, hop: int | Int[Array, ""]) -> PyTree:
+        """Everything `hop` ranks on. What is known at run time only goes by powers of two, every device taking the
+        same ones."""
+        if not isinstance(hop, int):
+            for bit in range((self.ranks - 1).bit_length()):
+                is_set = (hop >> bit) & 1
+                tree = lax.fori_loop(0, is_set, lambda _, tree, hop=1 << bit: self.permute(tree, hop), tree)
+            return tree
         size = self.ranks * self.stride
         pairs = [(i, (i + hop * self.stride) % size) for i in range(size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
@@ -56,20 +67,28 @@ class Ring:
         part = tokens.positions.shape[1] // self.ranks
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rank * part, part, axis=1), tokens)
 
-    def num_rounds(self, tokens: Tokens) -> Int[Array, ""] | int:
-        """Of the shifts, how many are computed with."""
+    def rounds(self, tokens: Tokens) -> "tuple[int, ...] | _Rounds":
+        """The shifts that are computed with."""
         if not self.skips_documents:
-            return len(self.shifts)
+            return self.shifts
         mine = self.index()
         q_tokens = self.tokens_of(tokens, mine)
+        shifts = jnp.asarray(self.shifts, jnp.int32)
 
-        def is_needed(shift: int) -> Bool[Array, ""]:
+        @jax.vmap
+        def is_needed(shift: Int[Array, ""]) -> Bool[Array, ""]:
             k_tokens = self.tokens_of(tokens, (mine - shift) % self.ranks)
-            return jnp.any(tiled.active_tiles(q_tokens, k_tokens, self.mask))
+            return jnp.any(tiled.active_tiles(q_tokens, k_tokens, self.mask, self.block))
 
-        needed = jnp.stack([is_needed(shift) for shift in self.shifts])
-        rounds = jnp.max(jnp.where(needed, jnp.arange(1, len(self.shifts) + 1), 1))
-        return lax.pmax(rounds, self.all_axes)
+        needed = lax.pmax((is_needed(shifts) | (shifts == 0)).astype(jnp.int32), self.all_axes)
+        return _Rounds(shifts[jnp.nonzero(needed, size=shifts.size)], jnp.sum(needed, dtype=jnp.int32))
+
+
+class _Rounds(NamedTuple):
+    """Known at run time only, and the same on every device: the first `total` of the shifts, ascending from 0."""
+
+    shifts: Int[Array, " N"]
+    total: Int[Array, ""]
 
 
 def attention(
@@ -78,15 +97,16 @@ def attention(
     k: Float[Array, "B C G K"],
     v: Float[Array, "B C G K"],
     tokens: Tokens,
-) -> Float[Array, "B C H K"]:
+) -> tuple[Float[Array, "B C H K"], Int[Array, ""]]:
     """In a region that is manual over the ring's axis: attention of this rank's queries over the whole sequence, whose
-    `tokens` [B, S] are in the order in which the ranks hold them."""
+    `tokens` [B, S] are in the order in which the ranks hold them; and the number of tiles computed."""
     return _attention(ring, q, k, v, tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(ring, q, k, v, tokens):
-    return _outputs(ring, q, k, v, tokens)[0]
+    out, _, tiles = _outputs(ring, q, k, v, tokens)
+    return out, tiles
 
 
 def _outputs(ring, q, k, v, tokens):
@@ -95,32 +115,36 @@ def _outputs(ring, q, k, v, tokens):
 
     def compute(shift, held):
         k_tokens = ring.tokens_of(tokens, (mine - shift) % ring.ranks)
-        return tiled.forward(q, held[0], held[1], q_tokens, k_tokens, ring.mask, ring.scale)[:2]
+        return tiled.forward(q, held[0], held[1], q_tokens, k_tokens, ring.mask, ring.scale, ring.block)
 
-    out, lse = _go_round(ring, ring.num_rounds(tokens), (k, v), compute, _merged, lambda carry, hop: carry)
-    return out.astype(q.dtype), lse
+    out, lse, tiles = _go_round(ring, ring.rounds(tokens), (k, v), compute, _merged, lambda carry, hop: carry)
+    return out.astype(q.dtype), lse, tiles
 
 
 def _merged(a, b):
-    """Two softmaxes over different keys as one: outputs [B, C, H, K] and log-sum-exps [B, C, H]."""
+    """Two softmaxes over different keys as one: outputs [B, C, H, K], log-sum-exps [B, C, H], tiles computed."""
     lse = jnp.logaddexp(a[1], b[1])
     shift = jnp.where(lse == -jnp.inf, 0.0, lse)
-    return a[0] * jnp.exp(a[1] - shift)[..., None] + b[0] * jnp.exp(b[1] - shift)[..., None], lse
+    out = a[0] * jnp.exp(a[1] - shift)[..., None] + b[0] * jnp.exp(b[1] - shift)[..., None]
+    return out, lse, a[2] + b[2]
 
 
 def _forward(ring, q, k, v, tokens):
-    out, lse = (checkpoint_name(x, RESULT) for x in _outputs(ring, q, k, v, tokens))
-    return out, (q, k, v, tokens, out, lse)
+    out, lse, tiles = _outputs(ring, q, k, v, tokens)
+    out, lse = checkpoint_name(out, RESULT), checkpoint_name(lse, RESULT)
+    return (out, tiles), (q, k, v, tokens, out, lse)
 
 
-def _backward(ring, residuals, cotangent):
-    q, k, v, tokens, out, lse = residuals
-    mine, rounds = ring.index(), ring.num_rounds(tokens)
+def _backward(ring, residuals, cotangents):
+    (q, k, v, tokens, out, lse), (cotangent, _) = residuals, cotangents
+    mine, rounds = ring.index(), ring.rounds(tokens)
     q_tokens, deltas = ring.tokens_of(tokens, mine), delta(out, cotangent)
 
     def compute(shift, held):
         k_tokens = ring.tokens_of(tokens, (mine - shift) % ring.ranks)
-        return tiled.backward(q, held[0], held[1], lse, deltas, cotangent, q_tokens, k_tokens, ring.mask, ring.scale)
+        return tiled.backward(
+            q, held[0], held[1], lse, deltas, cotangent, q_tokens, k_tokens, ring.mask, ring.scale, ring.block
+        )
 
     def add(carry, more):
         return jax.tree.map(jnp.add, carry, more)
@@ -137,19 +161,22 @@ def _backward(ring, residuals, cotangent):
 _attention.defvjp(_forward, _backward)
 
 
-def _go_round(ring: Ring, rounds: Array | int, held: PyTree, compute: Callable, add: Callable, travel: Callable):
-    """compute(shift, what was held `shift` ranks before) for the first `rounds` shifts, added up; `travel` sends of the
-    sum what goes with the held."""
-    if not isinstance(rounds, int):  # no prefetch: which permute is the last is known at run time only
+def _go_round(
+    ring: Ring, rounds: tuple[int, ...] | _Rounds, held: PyTree, compute: Callable, add: Callable, travel: Callable
+):
+    """compute(shift, what was held `shift` ranks before) for each of the rounds' shifts, added up; `travel` sends of
+    the sum what goes with the held."""
+    if isinstance(rounds, _Rounds):  # no prefetch: which permute is the last is known at run time only
 
-        def one(shift, state):
+        def one(n, state):
             held, carry = state
-            held = ring.permute(held, 1)
-            return held, add(travel(carry, 1), compute(shift, held))
+            shift, hop = rounds.shifts[n], rounds.shifts[n] - rounds.shifts[n - 1]
+            held = ring.permute(held, hop)
+            return held, add(travel(carry, hop), compute(shift, held))
 
-        return lax.fori_loop(1, rounds, one, (held, compute(0, held)))[1]
+        return lax.fori_loop(1, rounds.total, one, (held, compute(0, held)))[1]
 
-    hops = [after - before for before, after in itertools.pairwise(ring.shifts)]
+    hops = [after - before for before, after in itertools.pairwise(rounds)]
     if not hops:
         return compute(0, held)
 
@@ -162,19 +189,14 @@ def _go_round(ring: Ring, rounds: Array | int, held: PyTree, compute: Callable, 
     if set(hops) == {1}:
         state = lax.fori_loop(1, len(hops), partial(step, 1, 1), state)
     else:
-        for hop, next_hop, shift in zip(hops, hops[1:], ring.shifts[1:]):
+        for hop, next_hop, shift in zip(hops, hops[1:], rounds[1:]):
             state = step(hop, next_hop, shift, state)
     held, carry = state
-    return add(travel(carry, hops[-1]), compute(ring.shifts[-1], held))
+    return add(travel(carry, hops[-1]), compute(rounds[-1], held))
 
 
-def _home(ring: Ring, rounds: Array | int, sums: PyTree) -> PyTree:
+def _home(ring: Ring, rounds: tuple[int, ...] | _Rounds, sums: PyTree) -> PyTree:
     """Back to the rank whose keys they are for."""
-    if isinstance(rounds, int):
-        return ring.permute(sums, -ring.shifts[-1]) if ring.shifts[-1] else sums
-    # A distance that is known at run time only goes by powers of two, every device taking the same ones.
-    distance = (ring.ranks + 1 - rounds) % ring.ranks
-    for bit in range((ring.ranks - 1).bit_length()):
-        is_set = (distance >> bit) & 1
-        sums = lax.fori_loop(0, is_set, lambda _, sums, hop=1 << bit: ring.permute(sums, hop), sums)
-    return sums
+    if isinstance(rounds, _Rounds):
+        return ring.permute(sums, -rounds.shifts[rounds.total - 1] % ring.ranks)
+    return ring.permute(sums, -rounds[-1]) if rounds[-1] else sums

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxpar.kernels.attention import Kernel, whole_sequence
-from jaxpar.kernels.attention import attention as attention_on_one_device
+from jaxpar.kernels import attention as on_one_device
+from jaxpar.kernels import tiled
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.parallel.context import allgather, ring, ulysses
 from jaxpar.parallel.context.order import Order, multiple, needed_shifts
@@ -21,6 +21,8 @@ class ContextStrategy:
     """Of `exchange`: so many consecutive ranks trade tokens for heads (Ulysses), and the groups form a ring: 1 is ring
     attention alone, all ranks Ulysses alone, anything between both (USP, arXiv 2405.07719)."""
     order: Order = "zigzag"
+    block: int = tiled.BLOCK
+    """Most queries, and most keys, of a tile."""
 
     @classmethod
     def parse(cls, text: str, order: Order, ranks: int) -> "ContextStrategy":
@@ -43,6 +45,13 @@ class ContextStrategy:
             raise ValueError(f"--context-strategy {text}: it must be one of {', '.join(strategies)} or hybrid=RxU")
         return strategies[text]
 
+    def block_of(self, seq_len: int, ranks: int) -> int:
+        """Tokens of a block, such that none reaches from one of zigzag's parts into the next, if a size not far below
+        the most divides them: few of such a block's tiles could be left out."""
+        part = seq_len // multiple(self.order, ranks)
+        fits = (size for size in range(self.block, self.block // 4, -1) if part % size == 0)
+        return next(fits, tiled.block_size(part, self.block))
+
     def check(self, seq_len: int, num_heads: int, ranks: int, tensor: int) -> None:
         """Raise ValueError for sizes that do not divide."""
         parts = multiple(self.order, ranks)
@@ -58,7 +67,7 @@ class ContextStrategy:
 def attention(
     strategy: ContextStrategy,
     axis_sizes: dict[str, int],
-    kernel: Kernel,
+    kernel: on_one_device.Kernel,
     skips_documents: bool,
     mask: AttentionMask,
     scale: float,
@@ -69,9 +78,26 @@ def attention(
 ) -> Float[Array, "B C H K"]:
     """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them; `kernel` attends
     where a rank has all of it."""
+    return counted(strategy, axis_sizes, kernel, skips_documents, mask, scale, q, k, v, tokens)[0]
+
+
+def counted(
+    strategy: ContextStrategy,
+    axis_sizes: dict[str, int],
+    kernel: on_one_device.Kernel,
+    skips_documents: bool,
+    mask: AttentionMask,
+    scale: float,
+    q: Float[Array, "B C H K"],
+    k: Float[Array, "B C G K"],
+    v: Float[Array, "B C G K"],
+    tokens: Tokens,
+) -> tuple[Float[Array, "B C H K"], Int[Array, ""]]:
+    """As `attention`, and the number of tiles that this rank's forward pass computed."""
     ranks, group = axis_sizes[AXIS], strategy.group
+    block = strategy.block_of(tokens.positions.shape[1], ranks)
     if ranks == 1:
-        return whole_sequence(kernel, q, k, v, tokens, mask, scale)
+        return on_one_device.whole_sequence(kernel, q, k, v, tokens, mask, scale, block)
     whole = ring.Ring(
         axis=AXIS,
         ranks=ranks // group,
@@ -81,17 +107,18 @@ def attention(
         mask=mask,
         scale=scale,
         all_axes=tuple(axis_sizes),
+        block=block,
     )
     if strategy.kind == "allgather":
         q_tokens = whole.tokens_of(tokens, whole.index())
         k, v = allgather.gather(k, AXIS), allgather.gather(v, AXIS)
-        return attention_on_one_device(q, k, v, q_tokens, tokens, mask, scale)
+        return on_one_device.counted(q, k, v, q_tokens, tokens, mask, scale, block)
     if group == 1:
         return ring.attention(whole, q, k, v, tokens)
     groups = ulysses.rank_groups(ranks, group)
     q, k, v = (ulysses.to_heads(x, AXIS, group, groups) for x in (q, k, v))
     if group == ranks:
-        out = whole_sequence(kernel, q, k, v, tokens, mask, scale)
+        out, tiles = on_one_device.whole_sequence(kernel, q, k, v, tokens, mask, scale, block)
     else:
-        out = ring.attention(whole, q, k, v, tokens)
-    return ulysses.to_tokens(out, AXIS, groups)
+        out, tiles = ring.attention(whole, q, k, v, tokens)
+    return ulysses.to_tokens(out, AXIS, groups), tiles
