@@ -247,6 +247,6 @@ def _abstract(layout: Layout, shape: Sequence[int], num_kv_heads: int, dtype: np
 
     batch, length, _, head_dim = shape
     q = like(shape, dtype, "batch", "seq", "heads", "head_dim")
-    kv = like((batch, length, num_kv_heads, head_dim), dtype, "batch", "seq", None, "head_dim")
+    kv = like((batch, length, num_kv_heads, head_dim), dtype, "batch", "seq", "kv_heads", "head_dim")
     ids: Any = like((batch, length), np.dtype("int32"), "batch", None)
     return q, kv, kv, q, Tokens(ids, ids)

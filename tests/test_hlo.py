@@ -284,7 +284,7 @@ X2Y3Z4 = {"x": 2, "y": 3, "z": 4}
         ("{{0,1},{2,3,4,5,6,7}}", X2Y2Z2, UNKNOWN),  # not of one size
         ("{{0,3},{1,2},{4,7},{5,6}}", X2Y2Z2, UNKNOWN),  # diagonals
         ("{{0,4},{1,5},{2,3},{6,7}}", X2Y2Z2, UNKNOWN),  # along one axis here, along another there
-        ("[4,2]<=[8]", {"x": 2, "y": 4}, UNKNOWN),  # a part of an axis
+        ("[4,2]<=[8]", {"x": 2, "y": 4}, ("y",)),  # a part of an axis
     ],
 )
 def test_groups_in_every_notation(groups, mesh, axes):
