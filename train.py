@@ -24,7 +24,7 @@ from jaxpar.training.reporting.memory import DeviceMemory
 from jaxpar.training.reporting.metrics import Meter
 from jaxpar.training.reporting.profiler import Profile, parse_steps
 from jaxpar.training.reporting.trackers import Trackers, parse_trackers
-from jaxpar.training.step import TrainState, init_state, make_step
+from jaxpar.training.step import TrainState, abstract_state, init_state, make_step
 from models.count import num_parameters
 
 log = logging.getLogger("jaxpar")
@@ -37,6 +37,7 @@ def main(args: list[str]) -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's, with a traceback of all that it raises too
     runtime.prepare(config)
     distributed.start(config.run)
+    distributed.check_same(config)
     console = Console(quiet=not processes.is_first(), highlight=False)
 
     # What can be wrong is found before anything long starts.
@@ -45,6 +46,7 @@ def main(args: list[str]) -> None:
     model = setup.make_model(config, mesh)
     tx = optimizers.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
     options = compiler_options.resolve(config.run.compiler_options, jax.default_backend())
+    abstract_state(model, tx)  # or ValueError, where an optimizer cannot keep its state so
     trackers = parse_trackers(config.run.trackers)
     profiled = parse_steps(config.run.profile, config.stop_at)
     # What to run, not as which process of which run.
@@ -60,7 +62,7 @@ def main(args: list[str]) -> None:
     if corpus.evaluation is None and (config.run.eval_every or config.run.eval_only):
         raise ValueError("there is nothing to evaluate on; give --eval-data, or an --eval-fraction above 0")
     run = RunDirectory.choose(config)
-    checkpoints = Checkpoints(run.checkpoints, model, tx, config)
+    checkpoints = Checkpoints(run.checkpoints, model, tx, config, corpus.fingerprint)
 
     first = checkpoints.latest() or 0
     if first >= config.stop_at and not config.run.eval_only:

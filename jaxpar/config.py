@@ -205,7 +205,7 @@ class Config:
             ("--ema", optimizer.ema, 0, 1),
             ("--z-loss", optimizer.z_loss, 0, None),
             ("--label-smoothing", optimizer.label_smoothing, 0, 1),
-            ("--eval-fraction", self.data.eval_fraction, 0, 1),
+            ("--eval-fraction", self.data.eval_fraction, 0, 0.9),
             ("--keep-checkpoints", self.run.keep_checkpoints, 0, None),
             ("--keep-every", self.run.keep_every, 0, None),
             ("--eval-every", self.run.eval_every, 0, None),

@@ -17,10 +17,11 @@ from jaxtyping import PyTree
 
 from jaxpar.audit.hlo import read_collectives, summarize
 from jaxpar.audit.topology import gpu_devices
-from jaxpar.config import Config, DataConfig
+from jaxpar.config import Config, DataConfig, OptimizerConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
+from jaxpar.parallel.remat import Remat
 from jaxpar.planning.traffic import Traffic, TrafficSettings, step_traffic
 from jaxpar.training import optimizers, setup
 from jaxpar.training.gradients import loss_and_grads
@@ -91,7 +92,7 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
     shrunk = model.replace(
         vocab_size=512 if model.vocab_size % 256 == 0 else 500,
         embed_dim=same_cut("embed", model.embed_dim, itertools.count(32 * scale, 2)),
-        num_layers=min(model.num_layers, 3),
+        num_layers=min(model.num_layers, max(3, Remat.parse(config.parallel.remat, model.num_layers).every + 1)),
         num_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
         head_dim=8 * scale,
@@ -206,7 +207,8 @@ def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[
     text = ",".join(f"{axis}={n}" for axis, n in mesh.items())
     gpus = build_mesh(text, "", devices)
     model = setup.make_model(config, gpus)
-    tx = optimizers.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
+    # What a layout's strategies send is the same with any optimizer; Muon's own exchanges are not among it.
+    tx = optimizers.make(OptimizerConfig(), config.run.steps, model.names)
     step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
     with jax.enable_x64(config.run.precision == "float64"):
         # Before the mesh is current: nothing can be computed on devices that are not here.

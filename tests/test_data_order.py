@@ -74,15 +74,14 @@ def documents_with(hashes: list[float]) -> TokenFile:
     ("hashes", "fraction", "held"),
     [
         ([[0.5, 0.05, 0.9, 0.05, 0.1]], 0.1, [[1, 3]]),
-        ([[0.5, 0.05], [0.05, 0.9, 0.01]], 0.1, [[1], [0, 2]]),
+        ([[0.5, 0.05, 0.7], [0.05, 0.9, 0.01]], 0.1, [[1], [0, 2]]),
         ([[0.5, 0.05], [0.05, 0.01]], 0.1, [[], [1]]),
-        ([[0.5, 0.7, 0.5]], 0.1, [[0, 2]]),
+        ([[0.5, 0.7, 0.5, 0.8]], 0.1, [[0, 2]]),
         ([[0.5, 0.7], [0.4]], 0.1, [[0], []]),
         ([[0.5, 0.7], [0.4]], 0.45, [[0], []]),
         ([[0.1, 0.2, 0.05]], 0.5, [[0, 2]]),
         ([[0.1, 0.2]], 1.0, [[0]]),
         ([[0.5, 0.05]], 0.0, [[]]),
-        ([[0.5, 0.5]], 0.9, [[]]),
     ],
 )
 def test_documents_are_held_out_by_hash(hashes, fraction, held):
@@ -98,6 +97,15 @@ def test_of_a_single_document_the_last_part_is_held_out():
     (training,), (evaluation,) = hold_out([counting_documents([1000]).file], 0.015)
     assert (training.starts.tolist(), training.lengths.tolist(), training.num_bytes) == ([0], [985], 985)
     assert (evaluation.starts.tolist(), evaluation.lengths.tolist(), evaluation.num_bytes) == ([985], [15], 15)
+
+
+@pytest.mark.parametrize(("lengths", "hashes"), [([1000, 40], [0.2, 0.6]), ([50] * 20, [0.3] * 15 + [0.9] * 5)])
+def test_documents_that_would_be_most_of_the_text_are_cut_instead(lengths, hashes):
+    file = counting_documents(lengths).file
+    file.documents["hash"] = [int(h * 2**64) for h in hashes]
+    (training,), (evaluation,) = hold_out([file], 0.1)
+    assert training.lengths.tolist() == [length - length // 10 for length in lengths]
+    assert evaluation.starts.tolist() == (training.starts + training.lengths).tolist()
 
 
 def test_sources_of_a_single_document_each_are_cut_too():

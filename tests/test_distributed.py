@@ -122,6 +122,17 @@ def test_two_processes_save_and_one_or_two_go_on(work, single):
     np.testing.assert_allclose(curve(work, "resumed"), single, rtol=1e-9)
 
 
+def test_processes_of_different_settings_do_not_train_together(work):
+    port = free_port()
+    together = ["--emulate", "2", "--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"]
+    processes = [start(work, "different", *together, "--process-id", str(n), "--seed", str(n)) for n in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 2
+        assert "process 1 was started with run.seed = 1, process 0 with 0; give all the same" in errors
+    assert not (work / "different").exists()
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_process_ends_the_others_with_a_line_that_names_it(work, lost):
     processes = start_all(work, f"lost{lost}", 2, "--steps", "100000")

@@ -169,6 +169,10 @@ def test_every_remat_on_every_stage_of_zero(mesh, zero, remat):
     check_same(config("tiny", mesh, zero=zero, remat=remat), config("tiny"), 1e-9)
 
 
+def test_zero_2_with_learned_positions_and_sequence_parallelism():
+    check_same(config("gpt2", "data=2,tensor=2", zero=2), config("gpt2"), 1e-9)
+
+
 @pytest.mark.parametrize("settings", [{"z_loss": 1e-2}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "ema": 0.9}], ids=str)
 def test_every_objective(settings):
     def of(config: Config) -> Config:

@@ -10,6 +10,7 @@ from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
 from jaxpar.kernels import fp8
 from jaxpar.parallel.tensor import product
 from jaxpar.training import optimizers, setup
+from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.precision import LossScale, round_stochastically
 from jaxpar.training.step import init_state, make_step
 from jaxpar.verify import random_batch
@@ -44,6 +45,31 @@ def test_a_step_whose_gradients_overflow_changes_nothing_but_the_scale():
     assert float(after.loss_scale.scale) == 2.0**23
     kept = jax.tree.map(np.array_equal, (after.params, after.opt_state), (huge.params, huge.opt_state))
     assert all(jax.tree.leaves(kept))
+
+
+def test_the_scale_is_there_before_anything_underflows():
+    """Beside one token that weighs 2^16, each other's share is below what float16 holds: the scale saves it."""
+    config = Config(
+        model=MODEL,
+        data=DataConfig(batch_size=4, seq_len=8),
+        parallel=ParallelConfig(mesh="data=1"),
+        run=RunConfig(precision="float16"),
+    )
+    batch = random_batch(config)
+    weights = np.ones_like(batch.loss_weights)
+    weights[0, 0, 0] = 2.0**16
+    batch = dataclasses.replace(batch, loss_weights=weights)
+    elsewhere = sorted({*batch.tokens[0, 1:].ravel().tolist()} - {*batch.tokens[0, 0].tolist()})
+    assert len(elsewhere) > 5
+
+    def gradient(precision: str, scale: float):
+        model = setup.make_model(dataclasses.replace(config, run=RunConfig(precision=precision)), None)
+        _, grads, _ = loss_and_grads(model, model.init(0), batch, scale=jnp.float32(scale))
+        return np.asarray(grads["embedding"])[elsewhere]
+
+    want = gradient("float32", 1.0)
+    assert np.linalg.norm(gradient("float16", 2.0**10) - want) < 0.01 * np.linalg.norm(want)
+    assert np.linalg.norm(gradient("float16", 1.0) - want) > 0.05 * np.linalg.norm(want)
 
 
 def test_the_scale_doubles_after_2000_good_steps():

@@ -1,5 +1,6 @@
 """A run's data from its settings: what it trains on, what it evaluates on, and the tokenizer of both."""
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Corpus:
     tokenizer: Tokenizer
     num_tokens: int
     """To train on."""
+    fingerprint: str
+    """Of the documents' content and their tokens: a run that goes on must find the same."""
 
     def prompt(self, num_tokens: int) -> Int[np.ndarray, " P"]:
         """What to sample a continuation of: at most so many tokens, from the beginning of the first source."""
@@ -99,7 +102,16 @@ def prepare(
     order = TrainingOrder(tuple(s.num_samples for s in samples), pattern, seed)
     sizes = {"batch_size": config.batch_size, "num_microbatches": num_microbatches}
     num_tokens = sum(documents.num_tokens for documents in training)
-    return Corpus(Loader(samples, order, **sizes), _evaluation(held_out, config, sizes), tokenizer, num_tokens)
+    digest = hashlib.sha256(tokenizer.fingerprint.encode())
+    for file in files:
+        digest.update(np.ascontiguousarray(file.documents[["num_tokens", "hash"]]).tobytes())
+    return Corpus(
+        train=Loader(samples, order, **sizes),
+        evaluation=_evaluation(held_out, config, sizes),
+        tokenizer=tokenizer,
+        num_tokens=num_tokens,
+        fingerprint=digest.hexdigest()[:16],
+    )
 
 
 def _tokenizer(config: DataConfig, sources: Sequence[Source], cache_dir: Path | None) -> Tokenizer:

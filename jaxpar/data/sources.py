@@ -2,6 +2,7 @@
 
 import difflib
 import glob
+import math
 import os
 import sysconfig
 from collections.abc import Callable, Collection
@@ -41,7 +42,7 @@ def find_sources(spec: str, flag: str = "--data") -> list[Source]:
     Raises:
       ValueError: a weight is no positive number, or `find_files` finds nothing; `flag` is what it blames.
     """
-    whole = Path(spec).expanduser().exists()
+    whole = os.path.exists(os.path.expanduser(spec))
     parts = [_split_weight(part, flag) for part in ([spec] if whole else spec.split(","))]
     found = [(name, find_files(name, flag), weight) for name, weight in parts]
     if all(weight is None for _, _, weight in found):
@@ -53,15 +54,15 @@ def find_sources(spec: str, flag: str = "--data") -> list[Source]:
 def _split_weight(part: str, flag: str) -> tuple[str, Fraction | None]:
     name, equals, text = part.rpartition("=")
     # `year=2024/a.txt` is a path, and so is a file that is called `a=1`.
-    if not equals or "/" in text or glob.has_magic(text) or Path(part).expanduser().exists():
+    if not equals or "/" in text or glob.has_magic(text) or os.path.exists(os.path.expanduser(part)):
         return part, None
     try:
-        weight = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        weight = Fraction(0)
-    if weight <= 0:
+        is_usable = 0 < float(text) < math.inf
+    except ValueError:
+        is_usable = False
+    if not is_usable:
         raise ValueError(f"{flag} {part!r}: the weight {text!r} must be a number above 0, as in {name or 'PATH'}=0.5")
-    return name, weight
+    return name, Fraction(text)
 
 
 def find_files(spec: str, flag: str = "--data") -> list[Path]:
@@ -82,9 +83,9 @@ def find_files(spec: str, flag: str = "--data") -> list[Path]:
         files = _walk(root, lambda file: file.suffix == ".py", _NO_LIBRARY)
         if not files:
             raise ValueError(f"{flag} 'stdlib': no Python sources in {root}; name files of your own")
-    elif path.is_file():
+    elif os.path.isfile(path):
         files = [path]
-    elif spec and path.is_dir():
+    elif spec and os.path.isdir(path):
         files = _walk(path, lambda file: bool(file.suffix) and is_known(file))
         if not files:
             raise ValueError(f"{flag} {spec!r}: no {known_suffixes()} file in this directory")
@@ -138,7 +139,7 @@ def _walk(root: Path, keep: Callable[[Path], bool], without: Collection[str] = (
 def _nearest(path: Path) -> Path | None:
     """The existing path most like `path`, whose first missing part is taken as misspelt."""
     for missing, parent in zip((path, *path.parents), path.parents):
-        if parent.is_dir():
+        if os.path.isdir(parent):
             names = difflib.get_close_matches(missing.name, sorted(os.listdir(parent)), n=1)
             return parent / names[0] if names else None
     return None

@@ -31,7 +31,7 @@ def loss_and_grads(
 
     Args:
       whole: under ZeRO-1 and 2 `model.whole(params)`, where that is at hand.
-      scale: what the loss is multiplied by on its way back, and the gradients divided by at the end.
+      scale: what the loss is multiplied by throughout, it and the gradients divided by at the end.
     """
     if whole is None:
         whole = model.computed_with(params)
@@ -46,15 +46,12 @@ def _local(model: Model, weights: PyTree, batch: Batch, scale: Array) -> tuple[A
     """One rank's part."""
     layout, wide = model.layout, widened(model.dtype)
     num_tokens = layout.sum_over_tokens(jnp.sum(batch.loss_weights))
-    loss_weights = (batch.loss_weights / jnp.maximum(num_tokens, 1.0)).astype(wide)
+    # The scale is in the weights: what it must keep from underflow is there from the first short number on.
+    loss_weights = batch.loss_weights.astype(wide) * (scale.astype(wide) / jnp.maximum(num_tokens, 1.0).astype(wide))
     batch = Batch(batch.tokens, batch.targets, batch.positions, batch.segment_ids, loss_weights)
     by, as_weights = differentiated(model, weights)
 
-    def objective(by: PyTree, microbatch: Batch) -> tuple[Array, Array]:
-        total, cross_entropy = model.loss(as_weights(by), microbatch)
-        return total * scale.astype(total.dtype), cross_entropy
-
-    value_and_grad = jax.value_and_grad(objective, has_aux=True)
+    value_and_grad = jax.value_and_grad(lambda by, microbatch: model.loss(as_weights(by), microbatch), has_aux=True)
 
     def add(total: PyTree, microbatch: Batch) -> tuple[PyTree, None]:
         (_, loss), grads = value_and_grad(by, microbatch)
@@ -69,7 +66,7 @@ def _local(model: Model, weights: PyTree, batch: Batch, scale: Array) -> tuple[A
         grads = jax.tree.map(lambda g, spec: _scattered(model, g, spec), grads, model.specs)
     grads = layout.settle(grads, model.owed)
     grads = jax.tree.map(lambda g: g.astype(wide) / scale.astype(wide), grads)
-    return layout.sum_over_tokens(loss), grads, num_tokens
+    return layout.sum_over_tokens(loss) / scale.astype(loss.dtype), grads, num_tokens
 
 
 def differentiated(model: Model, weights: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:

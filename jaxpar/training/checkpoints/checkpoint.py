@@ -49,12 +49,20 @@ class Checkpoints:
     All processes make the same calls, and see the same directory.
     """
 
-    def __init__(self, directory: Path, model: Model, optimizer: optax.GradientTransformation, config: Config):
+    def __init__(
+        self,
+        directory: Path,
+        model: Model,
+        optimizer: optax.GradientTransformation,
+        config: Config,
+        data_fingerprint: str = "",
+    ):
         """Raises ValueError where the optimizer's state cannot be stored without the vocabulary's padding."""
         self.directory = directory.absolute()
         self.model = model
         self.optimizer = optimizer
         self.config = config
+        self.data_fingerprint = data_fingerprint
         self.last_saved: int | None = None
         """The step of the newest whole checkpoint that this object wrote or restored."""
         self._shapes = _true_shapes(model, optimizer)
@@ -90,6 +98,7 @@ class Checkpoints:
         data = self.config.data
         metadata = {
             "config": toml.dumps(self.config),
+            "data": self.data_fingerprint,
             "position": {
                 "step": step,
                 "sequences": step * data.batch_size,
@@ -123,7 +132,13 @@ class Checkpoints:
             raise ValueError(f"checkpoint {path} is damaged: {problem}; give another, or start over with --no-resume")
         abstract = dataclasses.replace(abstract_state(self.model, self.optimizer), whole=None)
         stored = {name: _stored(leaf, self._shapes[name]) for name, leaf in _flat(abstract).items()}
-        if odd := _difference(describe(path).arrays, stored):
+        there = describe(path)
+        if self.data_fingerprint != there.data_fingerprint:
+            raise ValueError(
+                f"checkpoint {path} is of other text than --data {self.config.data.source} has now; bring it back, or "
+                "start over with --no-resume"
+            )
+        if odd := _difference(there.arrays, stored):
             raise ValueError(
                 f"checkpoint {path} is of another model or optimizer: {odd}; take another --run-dir, or start over "
                 "with --no-resume"
@@ -231,6 +246,7 @@ class Stored:
     """As TOML."""
     position: dict[str, int]
     """Where in the data the run stood: steps done, sequences and tokens seen."""
+    data_fingerprint: str
     arrays: dict[str, jax.ShapeDtypeStruct]
     """By path in the state."""
 
@@ -239,7 +255,8 @@ def describe(path: Path) -> Stored:
     """What is in a whole checkpoint."""
     found = ocp.metadata(path.absolute())
     arrays = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in found.metadata.items()}
-    return Stored(found.custom_metadata["config"], found.custom_metadata["position"], arrays)
+    kept = found.custom_metadata
+    return Stored(kept["config"], kept["position"], kept["data"], arrays)
 
 
 def read(path: Path, name: str, like: jax.ShapeDtypeStruct) -> np.ndarray:

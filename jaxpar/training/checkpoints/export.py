@@ -1,5 +1,6 @@
 """Checkpoints seen from outside of a run: listed, described, converted to safetensors."""
 
+import contextlib
 import json
 import math
 import os
@@ -116,7 +117,8 @@ def convert(path: Path, to: Path, dtype: str | None = None, *, ema: bool = False
     except OSError as error:
         raise ValueError(f"cannot write {to}: {error.strerror}; give another --to") from None
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
     return size
 
 

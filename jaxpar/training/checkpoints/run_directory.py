@@ -4,15 +4,17 @@ Of several processes the first alone writes.
 """
 
 import dataclasses
+import fcntl
 import json
 import logging
+import math
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
@@ -23,7 +25,7 @@ from jaxpar.training.distributed.processes import from_first
 log = logging.getLogger(__name__)
 
 _MUST_MATCH = ("model", "data", "optimizer")
-_MUST_MATCH_OF_RUN = ("seed", "precision", "params_dtype")
+_MUST_MATCH_OF_RUN = ("seed", "precision", "params_dtype", "reduce_dtype", "matmul")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class RunDirectory:
     path: Path
     _unwritten: list[str] = field(default_factory=list)
     """Lines of metrics.jsonl that a full disk did not take."""
+    _held: list[IO[str]] = field(default_factory=list)
+    """The lock, while this run writes."""
 
     @classmethod
     def choose(cls, config: Config) -> "RunDirectory":
@@ -57,6 +61,8 @@ class RunDirectory:
         """Raise ValueError, in one line, for the first setting that this run has otherwise and that must not change."""
         try:
             theirs = load(self.path / "config.toml", Config())
+            if not (self.path / "config.toml").read_text().strip():
+                raise ValueError(f"{self.path / 'config.toml'} is empty")
         except ValueError as error:
             raise ValueError(f"{error}; --run-dir {self.path} has checkpoints, but not of what: take another") from None
         for group, name in _must_match():
@@ -71,24 +77,38 @@ class RunDirectory:
         """Write the config; drop metrics of steps that will be done again, all of them in a run that starts."""
 
         def write() -> str:
+            self._lock()
             # What to run, not where: the file can be given to --config for another run.
             resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, directory="", resume="auto"))
             kept = [row for row in self.read_metrics() if row["step"] <= first_step]
             try:
                 _replace(self.path / "config.toml", toml.dumps(resolved))
-                _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+                _replace(self.metrics, "".join(_line(row) for row in kept))
             except OSError as error:
                 raise ValueError(f"cannot write in {self.path}: {error.strerror}; take another --run-dir") from None
             return ""
 
         from_first("config written", write)
 
+    def _lock(self) -> None:
+        """Until this process ends. Raises ValueError where another run writes here."""
+        if self._held:
+            return
+        try:
+            lock = (self.path / ".lock").open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self.path} is in use by a run; wait for it, or take another --run-dir") from None
+        except OSError:  # a filesystem without locks
+            return
+        self._held.append(lock)
+
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append a line; one that cannot be written is kept for the next time, and a run goes on without."""
         if jax.process_index() > 0:
             return
         failed_before = bool(self._unwritten)
-        self._unwritten.append(json.dumps(row) + "\n")
+        self._unwritten.append(_line(row))
         try:
             with self.metrics.open("ab", buffering=0) as file:
                 end = file.tell()
@@ -141,6 +161,19 @@ def _must_match() -> Iterator[tuple[str, str]]:
             yield group, setting.name
     for name in _MUST_MATCH_OF_RUN:
         yield "run", name
+
+
+def _line(row: dict[str, Any]) -> str:
+    """JSON has no NaN and no infinity: they are null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(row), allow_nan=False) + "\n"
 
 
 def _replace(path: Path, text: str) -> None:

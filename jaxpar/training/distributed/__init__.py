@@ -2,15 +2,17 @@
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax._src import clusters  # what jax.distributed.initialize() looks for itself; no public function tells
@@ -18,7 +20,7 @@ from jax._src.distributed import global_state  # its key-value store, which need
 from jax.experimental import multihost_utils
 
 import meshes
-from jaxpar.config import RunConfig
+from jaxpar.config import Config, RunConfig
 from jaxpar.training.distributed.interrupt import StopOnSignal
 from jaxpar.training.distributed.processes import SKEW_SECONDS, from_each, from_first, is_first, name
 from jaxpar.training.distributed.rendezvous import Rendezvous
@@ -88,6 +90,28 @@ def _prepare_cpu(run: RunConfig) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def check_same(config: Config) -> None:
+    """Raise ValueError, the same one in every process, for a setting that they do not all have alike."""
+
+    def settings(node: Any, prefix: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(node):
+            value, path = getattr(node, field.name), prefix + field.name
+            found |= settings(value, f"{path}.") if dataclasses.is_dataclass(value) else {path: value}
+        return found
+
+    own = settings(config)
+    told = from_each("settings", json.dumps([global_state.process_id, own]))
+    (_, first), *others = sorted(map(json.loads, told), key=lambda item: item[0])
+    for process_id, theirs in others:
+        for path, value in theirs.items():
+            if path != "run.process_id" and value != first[path]:
+                raise ValueError(
+                    f"process {process_id} was started with {path} = {value!r}, process 0 with {first[path]!r}; give "
+                    "all the same"
+                )
+
+
 def peak_flops(devices: Sequence[jax.Device], dtype: str) -> PeakFlops:
     """meshes.peak_flops for all processes, measured by process 0 alone; a CPU is shared by those on one machine."""
     sharing = _processes_here() if devices[0].platform == "cpu" else 1
@@ -115,6 +139,12 @@ def stop_requests() -> Iterator[Callable[[int], bool]]:
     process a second signal ends it at once.
     """
     if global_state.client is not None:
+        # JAX's service takes SIGTERM; Ctrl-C goes to it as that, once.
+        def terminate(*_: object) -> None:
+            signal.signal(signal.SIGINT, before)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        before = signal.signal(signal.SIGINT, terminate)
         yield multihost_utils.reached_preemption_sync_point
     else:
         with StopOnSignal() as stop:
@@ -124,7 +154,8 @@ def stop_requests() -> Iterator[Callable[[int], bool]]:
 def leave(error: Exception | KeyboardInterrupt) -> NoReturn:
     """End the process for an error: of the user's kind in one line, else with a traceback.
 
-    In a run of several processes at once: by the usual way out it would wait for the others, and they for it.
+    At once: by the usual way out it would wait for other processes, and they for it, and for threads that a failed
+    checkpoint has left behind.
     """
     together = global_state.client is not None
     status, line = _explain(error)
@@ -135,9 +166,7 @@ def leave(error: Exception | KeyboardInterrupt) -> NoReturn:
         line = type(error).__name__
     print(f"error: {f'{name()}: ' if together else ''}{line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    if together:
-        os._exit(status)
-    raise SystemExit(status)
+    os._exit(status)
 
 
 def _explain(error: Exception | KeyboardInterrupt) -> tuple[int, str | None]:
