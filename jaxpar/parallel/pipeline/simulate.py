@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpar.parallel.pipeline.schedule import Action, Op, Schedule, Task
 
@@ -104,8 +105,7 @@ def simulate(schedule: Schedule, times: Times | None = None, deferred_size: floa
     total = schedule.num_stages * makespan
     counted = run(schedule, times, rounds_only=True) if schedule.num_chunks > 1 and times.hop else timeline
     cost = max(spans[-1].end - spans[0].start for spans in counted)
-    memory = [_peaks(schedule, stage, deferred_size) for stage in range(schedule.num_stages)]
-    activations, deferred, both = zip(*memory)
+    held = [memory_over(schedule, stage, deferred_size) for stage in range(schedule.num_stages)]
     return Report(
         makespan=makespan,
         lockstep_makespan=sum(
@@ -117,9 +117,9 @@ def simulate(schedule: Schedule, times: Times | None = None, deferred_size: floa
         bubble_of_ideal=(total - sum(busy)) / sum(busy),
         bubble_longest_stage=(cost - max(busy)) / cost,
         utilisation=sum(busy) / total,
-        peak_activations=activations,
-        peak_deferred=deferred,
-        peak_memory=both,
+        peak_activations=tuple(max(each.activations for each in stage) for stage in held),
+        peak_deferred=tuple(max(each.deferred for each in stage) for stage in held),
+        peak_memory=tuple(max(each.memory for each in stage) for stage in held),
         timeline=timeline,
     )
 
@@ -146,20 +146,25 @@ def run(schedule: Schedule, times: Times, rounds_only: bool = False) -> tuple[tu
     return tuple(map(tuple, timeline))
 
 
-def memory_over(schedule: Schedule, stage: int, deferred_size: float) -> list[tuple[float, float, float]]:
-    """While each of a stage's actions runs: live activations, other deferred weight gradients, and both together as
-    memory; see Report."""
+class Held(NamedTuple):
+    """What a stage holds while one of its actions runs, as Report counts it, and as memory after it."""
+
+    activations: float
+    deferred: float
+    memory: float
+    memory_after: float
+
+
+def memory_over(schedule: Schedule, stage: int, deferred_size: float) -> list[Held]:
+    """By the stage's actions in order."""
     unit = 1 / (schedule.num_chunks * schedule.num_slices)
     held, live, waiting = [], 0, 0
     for action in schedule.order(stage):
         live += action.op is Op.F
         waiting -= action.op is Op.W
-        held.append((live * unit, waiting * unit, (live + deferred_size * waiting) * unit))
+        now = live, waiting
         live -= action.op in (Op.B, Op.BW)
         waiting += action.op is Op.B
+        memory, after = (unit * (a + deferred_size * w) for a, w in (now, (live, waiting)))
+        held.append(Held(now[0] * unit, now[1] * unit, memory, after))
     return held
-
-
-def _peaks(schedule: Schedule, stage: int, deferred_size: float) -> tuple[float, float, float]:
-    activations, deferred, both = zip(*memory_over(schedule, stage, deferred_size))
-    return max(activations), max(deferred), max(both)
