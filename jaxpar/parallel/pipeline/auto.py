@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from jaxpar.parallel.pipeline.kinds import gpipe, one_f_one_b, zero_bubble
 from jaxpar.parallel.pipeline.schedule import Action, Op, Schedule, from_orders
-from jaxpar.parallel.pipeline.simulate import Times, simulate
+from jaxpar.parallel.pipeline.simulate import Times, check_deferred_size, simulate
 
 _SLACK = 1e-9
 """Of sums of rounded times."""
@@ -28,11 +28,12 @@ def auto(
     memory_limit: per stage, in activations of one microbatch in one stage, of which a deferred weight gradient holds
     deferred_size. ValueError when not even one microbatch fits.
     """
+    if min(num_stages, num_microbatches) < 1:
+        raise ValueError(f"{num_stages} stages with {num_microbatches} microbatches are no pipeline; take at least 1")
     times = (times or Times()).check(num_stages)
-    if memory_limit < 1:
+    check_deferred_size(deferred_size)
+    if not memory_limit >= 1:
         raise ValueError(f"memory limit {memory_limit:g} is below one microbatch's activations; take at least 1")
-    if not 0 <= deferred_size <= 1:
-        raise ValueError(f"deferred size {deferred_size:g} is not a share of an activation; take 0 to 1")
     searched = [
         _Search(num_stages, num_microbatches, times, memory_limit, deferred_size, *choice).run()
         for choice in itertools.product((False, True), repeat=3)

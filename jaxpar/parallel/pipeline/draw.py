@@ -7,9 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from rich.text import Text
 
-from jaxpar.parallel.pipeline.schedule import Op, Schedule
+from jaxpar.parallel.pipeline.schedule import Action, Op, Schedule
 from jaxpar.parallel.pipeline.simulate import Report, memory_over
 
 _NAMES = {Op.F: "forward", Op.BW: "backward", Op.B: "backward, inputs", Op.W: "backward, weights"}
@@ -19,8 +20,10 @@ _SUFFIXES = (".png", ".svg")
 _WIDTH = (7.0, 32.0)
 _CELL = 0.3
 """Inches that a tick has, within _WIDTH."""
-_LABEL = 0.13
-"""Inches that one digit of a microbatch's number needs."""
+_FONT = (4.0, 8.0)
+"""Points of the microbatches' numbers; where they would be smaller there are none."""
+_DIGIT = 0.75
+"""A digit's width over its height, with some air."""
 
 
 def text(schedule: Schedule, width: int) -> Text:
@@ -67,11 +70,8 @@ def save(schedule: Schedule, report: Report, path: Path, deferred_size: float = 
     gantt, memory = figure.subplots(2, 1, sharex=True, height_ratios=[rows + 0.4, 1.7])
     _draw_gantt(gantt, schedule, report, (inches - 1.0) / report.makespan)
     _draw_memory(memory, schedule, report, deferred_size)
-    chunks = f" x {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     figure.suptitle(
-        f"{schedule.kind}, {schedule.num_stages} stages{chunks}, {schedule.num_microbatches} microbatches: "
-        f"bubble {report.bubble_of_total:.1%} of the time,\nat most {max(report.peak_memory):.3g} microbatches' "
-        f"activations on a stage",
+        f"{schedule.kind}: bubble {report.bubble_of_total:.1%}, peak memory {max(report.peak_memory):.3g} activations",
         fontsize=10,
     )
     # No date in the file: the same schedule gives the same one.
@@ -79,6 +79,9 @@ def save(schedule: Schedule, report: Report, path: Path, deferred_size: float = 
 
 
 def _draw_gantt(axes: Axes, schedule: Schedule, report: Report, inches_per_time: float) -> None:
+    labels = {span: _number(span.action, schedule) for spans in report.timeline for span in spans}
+    fits = (inches_per_time * 72 * (span.end - span.start) / len(label) for span, label in labels.items())
+    font = min(_FONT[1], min(fits) / _DIGIT)
     for stage, spans in enumerate(report.timeline):
         axes.broken_barh([(0, report.makespan)], (stage - 0.44, 0.88), facecolor="#eeeeee", zorder=0)
         for op in _NAMES:
@@ -91,14 +94,17 @@ def _draw_gantt(axes: Axes, schedule: Schedule, report: Report, inches_per_time:
                     edgecolor="white",
                     linewidth=0.6,
                 )
-        for span in spans:
-            label = f"{span.action.microbatch}" + (f":{span.action.slice}" if schedule.num_slices > 1 else "")
-            if (span.end - span.start) * inches_per_time >= _LABEL * len(label) ** 0.6:
-                pale = span.action.chunk > (schedule.num_chunks - 1) / 2
-                middle = (span.start + span.end) / 2
-                axes.text(
-                    middle, stage, label, ha="center", va="center", fontsize=7, color="black" if pale else "white"
-                )
+        for span in spans if font >= _FONT[0] else ():
+            pale = span.action.chunk > (schedule.num_chunks - 1) / 2
+            axes.text(
+                (span.start + span.end) / 2,
+                stage,
+                labels[span],
+                ha="center",
+                va="center",
+                fontsize=font,
+                color="black" if pale else "white",
+            )
     axes.set_ylim(schedule.num_stages - 0.5, -0.5)
     every = -(-schedule.num_stages // 16)
     axes.set_yticks(range(0, schedule.num_stages, every), [f"stage {s}" for s in range(0, schedule.num_stages, every)])
@@ -108,7 +114,7 @@ def _draw_gantt(axes: Axes, schedule: Schedule, report: Report, inches_per_time:
     present = {action.op for _, _, action in schedule.actions()}
     handles = [Patch(color=_COLORS[op], label=name) for op, name in _NAMES.items() if op in present]
     handles.append(Patch(color="#eeeeee", label="bubble"))
-    axes.legend(handles=handles, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    axes.legend(handles=handles, ncols=5, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
 
 
 def _draw_memory(axes: Axes, schedule: Schedule, report: Report, deferred_size: float) -> None:
@@ -116,16 +122,24 @@ def _draw_memory(axes: Axes, schedule: Schedule, report: Report, deferred_size: 
     for stage, spans in enumerate(report.timeline):
         times, sizes = [0.0], [0.0]
         for span, held in zip(spans, memory_over(schedule, stage, deferred_size)):
+            if span.start == times[-1]:
+                times.pop()
+                sizes.pop()
             times += [span.start, span.end]
             sizes += [held.memory, held.memory_after]
         color = colormaps["viridis"](0.9 * stage / max(1, schedule.num_stages - 1))
         label = f"stage {stage}" if stage in labelled else None
         axes.step([*times, report.makespan], [*sizes, 0.0], where="post", color=color, linewidth=1.2, label=label)
     axes.set_ylim(0, max(report.peak_memory) * 1.1)
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_ylabel("activations")
     axes.set_xlabel("time")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(ncols=1 if len(labelled) < 5 else 2, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7, frameon=False)
+    axes.legend(ncols=1 + (len(labelled) > 4), loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7, frameon=False)
+
+
+def _number(action: Action, schedule: Schedule) -> str:
+    return f"{action.microbatch}" + (f":{action.slice}" if schedule.num_slices > 1 else "")
 
 
 def _shade(op: Op, chunk: int, num_chunks: int) -> tuple[float, float, float]:

@@ -6,11 +6,13 @@ in when the weight gradients run. The two with a V placement have phases of thei
 """
 
 import difflib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpar.parallel.pipeline.schedule import Action, Op, Schedule, from_orders
+from jaxpar.parallel.pipeline.simulate import Times, lockstep_makespan
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, kind: str = "1f1b", eage
         _in_turn(forwards, [replace(each, op=Op.BW) for each in forwards], (1 + eager) * (num_stages - 1 - stage))
         for stage in range(num_stages)
     ]
-    return from_orders(kind, orders, num_microbatches)
+    return _shortest(kind, orders, num_microbatches, 1)
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -65,7 +67,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     """
     num_rounds = max(1, num_microbatches // num_stages)
     bounds = [num_microbatches * r // num_rounds for r in range(num_rounds + 1)]
-    rounds = [range(a, b) for a, b in zip(bounds, bounds[1:])]
+    rounds = [range(a, b) for a, b in itertools.pairwise(bounds)]
     forwards = [Action(Op.F, m, c) for each in rounds for c in range(num_chunks) for m in each]
     backwards = [Action(Op.BW, m, c) for each in rounds for c in reversed(range(num_chunks)) for m in each]
     longest = max(map(len, rounds))
@@ -73,7 +75,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
         _in_turn(forwards, backwards, (num_chunks - 1) * longest + 2 * (num_stages - 1 - stage))
         for stage in range(num_stages)
     ]
-    return from_orders("interleaved-1f1b", orders, num_microbatches, num_chunks=num_chunks)
+    return _shortest("interleaved-1f1b", orders, num_microbatches, num_chunks)
 
 
 def looped_bfs(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -115,6 +117,18 @@ def zero_bubble(num_stages: int, num_microbatches: int, eager: bool) -> Schedule
         for stage in range(num_stages)
     ]
     return from_orders("zb-h2" if eager else "zb-h1", orders, num_microbatches)
+
+
+def _shortest(kind: str, orders: Sequence[Sequence[Action]], num_microbatches: int, num_chunks: int) -> Schedule:
+    """Of the tables with hops of one and of two ticks the one that is faster in lockstep, when F, B and W take the same
+    time.
+
+    With one, a stage runs its forward pass while its neighbours run their backward passes, and a tick takes as long as
+    the longer of them. With two, all run the same; a stage needs two microbatches in flight for each one after it
+    then, which eager and interleaved 1F1B have and 1F1B has not.
+    """
+    tables = [from_orders(kind, orders, num_microbatches, num_chunks=num_chunks, hop_ticks=ticks) for ticks in (1, 2)]
+    return min(tables, key=lambda table: lockstep_makespan(table, Times()))
 
 
 def _in_turn(

@@ -147,32 +147,35 @@ def from_orders(
     num_chunks: int = 1,
     num_slices: int = 1,
     placement: Placement = "loop",
+    hop_ticks: int = 1,
 ) -> Schedule:
     """The shortest table in which each stage acts in the given order; `orders` has one per stage.
 
-    ValueError when the orders wait for one another for ever.
+    hop_ticks: ticks from an action to one on another stage that needs it; 2 puts a tick between them. ValueError when
+    the orders wait for one another for ever.
     """
     num_stages = len(orders)
+    empty = Schedule(kind, num_stages, num_microbatches, num_chunks, num_slices, placement, ())
     done: dict[Task, int] = {}
     position = [0] * num_stages
     table: list[tuple[Action | None, ...]] = []
-    empty = Schedule(kind, num_stages, num_microbatches, num_chunks, num_slices, placement, ())
+
+    def ready(stage: int, action: Action, tick: int) -> bool:
+        return all(
+            task in done and done[task] + (1 if empty.locate(task.part)[0] == stage else hop_ticks) <= tick
+            for task in empty.needs(stage, action)
+        )
+
     while any(at < len(order) for at, order in zip(position, orders)):
         tick = len(table)
-        row: list[Action | None] = [None] * num_stages
-        for stage, order in enumerate(orders):
-            if position[stage] == len(order):
-                continue
-            action = order[position[stage]]
-            if all(done.get(task, tick) < tick for task in empty.needs(stage, action)):
-                row[stage] = action
-        for stage, ready in enumerate(row):
-            if ready is not None:
+        upcoming = [order[at] if at < len(order) else None for at, order in zip(position, orders)]
+        row = [action if action and ready(stage, action, tick) else None for stage, action in enumerate(upcoming)]
+        for stage, action in enumerate(row):
+            if action:
                 position[stage] += 1
-                done.update((task, tick) for task in empty.tasks(stage, ready))
-        if not any(row):
-            waiting = {s: order[at] for s, (at, order) in enumerate(zip(position, orders)) if at < len(order)}
-            stage, action = next(iter(waiting.items()))
+                done.update((task, tick) for task in empty.tasks(stage, action))
+        if not any(any(past) for past in (*table[len(table) - hop_ticks + 1 :], row)):
+            stage, action = next((s, action) for s, action in enumerate(upcoming) if action)
             raise ValueError(f"{kind} is stuck at tick {tick}: stage {stage} waits for ever to run {action.label()}")
         table.append(tuple(row))
     return Schedule(kind, num_stages, num_microbatches, num_chunks, num_slices, placement, tuple(table))

@@ -1,5 +1,6 @@
 """What a schedule costs: time, bubble and memory, for given times of F, B and W."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,10 +29,10 @@ class Times:
             times = getattr(self, name)
             if isinstance(times, Sequence) and len(times) != num_stages:
                 raise ValueError(f"{len(times)} {name} times for {num_stages} stages; give one, or one per stage")
-            if min(times if isinstance(times, Sequence) else [times]) < 0:
-                raise ValueError(f"{name} time {times} is negative; take 0 or more")
-        if self.hop < 0:
-            raise ValueError(f"hop time {self.hop} is negative; take 0 or more")
+            if not all(0 <= time < math.inf for time in (times if isinstance(times, Sequence) else [times])):
+                raise ValueError(f"{name} time {times} is negative or not finite; take 0 or more")
+        if not 0 <= self.hop < math.inf:
+            raise ValueError(f"hop time {self.hop} is negative or not finite; take 0 or more")
         if self.slices is not None and len(self.slices) != num_slices:
             raise ValueError(f"{len(self.slices)} shares of time for {num_slices} token slices; give one per slice")
         if not any(self._of(op, stage) for op in (Op.F, Op.BW) for stage in range(num_stages)):
@@ -96,9 +97,10 @@ def simulate(schedule: Schedule, times: Times | None = None, deferred_size: floa
     """Runs a valid table through the clock.
 
     deferred_size: memory of what a waiting weight gradient needs, in activations of the same microbatch. ValueError
-    for times that do not match.
+    for times that do not match, and a size that is no share.
     """
     times = (times or Times()).check(schedule.num_stages, schedule.num_slices)
+    check_deferred_size(deferred_size)
     timeline = run(schedule, times)
     busy = [sum(span.end - span.start for span in spans) for spans in timeline]
     makespan = max(spans[-1].end for spans in timeline)
@@ -108,10 +110,7 @@ def simulate(schedule: Schedule, times: Times | None = None, deferred_size: floa
     held = [memory_over(schedule, stage, deferred_size) for stage in range(schedule.num_stages)]
     return Report(
         makespan=makespan,
-        lockstep_makespan=sum(
-            max(times.of(schedule, stage, action) for stage, action in enumerate(row) if action)
-            for row in schedule.table
-        ),
+        lockstep_makespan=lockstep_makespan(schedule, times),
         cost=cost,
         bubble_of_total=1 - sum(busy) / total,
         bubble_of_ideal=(total - sum(busy)) / sum(busy),
@@ -121,6 +120,14 @@ def simulate(schedule: Schedule, times: Times | None = None, deferred_size: floa
         peak_deferred=tuple(max(each.deferred for each in stage) for stage in held),
         peak_memory=tuple(max(each.memory for each in stage) for stage in held),
         timeline=timeline,
+    )
+
+
+def lockstep_makespan(schedule: Schedule, times: Times) -> float:
+    """See Report."""
+    return sum(
+        max((times.of(schedule, stage, action) for stage, action in enumerate(row) if action), default=0.0)
+        for row in schedule.table
     )
 
 
@@ -144,6 +151,12 @@ def run(schedule: Schedule, times: Times, rounds_only: bool = False) -> tuple[tu
         spans.append(Span(action, start, end))
         end_of.update((task, end) for task in schedule.tasks(stage, action))
     return tuple(map(tuple, timeline))
+
+
+def check_deferred_size(size: float) -> None:
+    """ValueError unless it is a share of an activation."""
+    if not 0 <= size <= 1:
+        raise ValueError(f"deferred size {size:g} is not a share of an activation; take 0 to 1")
 
 
 class Held(NamedTuple):

@@ -69,7 +69,7 @@ class Slots:
     inputs: dict[Task, Lease]
     """By F: a part's input, from arrival (the model's first part: from F) until B has used it."""
     residuals: dict[Task, Lease]
-    """By F: what a forward pass keeps for its backward pass, from F until B; for an executor that does not recompute."""
+    """By F: what a forward pass keeps for its backward pass, from F until B, where that is not recomputed."""
     gradients: dict[Task, Lease]
     """By B: the gradient of a part's output, from arrival until B; the model's last part makes its own."""
     deferred: dict[Task, Lease]
