@@ -34,14 +34,15 @@ def auto(
     check_deferred_size(deferred_size)
     if not memory_limit >= 1:
         raise ValueError(f"memory limit {memory_limit:g} is below one microbatch's activations; take at least 1")
-    searched = [
-        _Search(num_stages, num_microbatches, times, memory_limit, deferred_size, *choice).run()
+    searches = [
+        _Search(num_stages, num_microbatches, times, memory_limit, deferred_size, *choice)
         for choice in itertools.product((False, True), repeat=3)
     ]
+    found = min(searches, key=lambda search: search.run()).orders
     known = [zero_bubble(num_stages, num_microbatches, eager) for eager in (False, True)]
     known += [one_f_one_b(num_stages, num_microbatches), gpipe(num_stages, num_microbatches)]
     best, best_cost = None, math.inf
-    for table in [*known, *searched]:
+    for table in [*known, from_orders("auto", found, num_microbatches)]:
         report = simulate(table, times, deferred_size)
         if max(report.peak_memory) <= memory_limit + _SLACK and report.cost < best_cost - _SLACK:
             best, best_cost = table, report.cost
@@ -78,7 +79,8 @@ class _Search:
         self.ends: dict[Op, list[list[float]]] = {op: [[] for _ in stages] for op in (Op.F, Op.B, Op.W)}
         self.clock, self.bubble, self.memory = [[0.0] * num_stages for _ in range(3)]
 
-    def run(self) -> Schedule:
+    def run(self) -> float:
+        """Fills `orders`; returns the longest time of a stage."""
         stages, backwards = range(self.num_stages), range(self.num_stages - 1, -1, -1)
         for stage, count in enumerate(self._warm_up()):
             for _ in range(count):
@@ -99,7 +101,7 @@ class _Search:
         for stage in stages:
             while self._waiting(stage):
                 self._do(Op.W, stage)
-        return from_orders("auto", self.orders, self.num_microbatches)
+        return max(self.clock[stage] - self.ends[Op.F][stage][0] + self.time[Op.F, stage] for stage in stages)
 
     def _warm_up(self) -> list[int]:
         """How many forward passes each stage does before its first backward pass: as many as fit into the wait for it

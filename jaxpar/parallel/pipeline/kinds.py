@@ -223,7 +223,9 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
     one's communication hides under the other's compute. A pair is two ticks here.
 
     Source: DeepSeek-V3 (arXiv 2412.19437), section 3.2.1, and DualPipeV in deepseek-ai/DualPipe, which has the eight
-    phases; it needs M >= 2P there, fewer here leave their places empty.
+    phases; it needs M >= 2P there, fewer here leave their places empty. Where both outputs of a pair leave together the
+    bubble is its authors' (P-1)(F&B + B - 3W), in a chunk's times, B the whole backward pass; where the forward pass's
+    leave first, as here, it is smaller.
     """
     num_full = max(num_microbatches, 2 * num_stages)
 
