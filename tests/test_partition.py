@@ -61,10 +61,17 @@ def test_work_is_that_of_a_step():
 
 
 def test_measured_times(capsys):
-    times = ["0", "3", "1", "1", "1", "2"]
-    cli.main(["partition", "--model", "tiny", "--stages", "2", "--layer-times", ",".join(times)])
-    shown = capsys.readouterr().out
-    assert "90.0%" in shown  # 1 and 3 layers: 3 and 5; 2 and 2: 4 and 4 with a head of 2
+    for times, layers, balance in (
+        ("1,3,1,1,1,1", [1, 3], 1),
+        ("0,3,1,1,1,2", [2, 2], 1),
+        ("0,4,1,1,1,0", [1, 3], 7 / 8),
+    ):
+        arguments = ["partition", "--model", "tiny", "--stages", "2", "--layer-times", times]
+        cli.main([*arguments, "--json"])
+        got = json.loads(capsys.readouterr().out)
+        assert (got["layers"], got["balance"]) == (layers, pytest.approx(balance))
+    cli.main(arguments)
+    assert "balance 87.5%" in capsys.readouterr().out
 
 
 def test_token_slices_against_brute_force():

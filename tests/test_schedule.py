@@ -18,6 +18,16 @@ NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB1P": "zb-h1"}
 """Of schedules in papers where they are not ours in capitals."""
 
 
+def rows(table: str) -> list:
+    """A table's rows, the long ones slow."""
+    return [
+        pytest.param(
+            row, marks=[pytest.mark.slow] * (row["inputs"]["p"] * row["inputs"]["m"] > 3500), id=f"{row['inputs']}"
+        )
+        for row in CASES[table]["rows"]
+    ]
+
+
 def published(inputs: dict, name: str) -> tuple[Schedule, Times]:
     """The schedule of a published case, and its times."""
     times = Times(inputs["TF"], inputs["TB"], inputs["TW"], inputs["Tcomm"])
@@ -68,7 +78,7 @@ def test_zero_bubble(case):
         assert got[name] == pytest.approx(value, abs=1e-9), name
 
 
-@pytest.mark.parametrize("row", CASES["table5"]["rows"], ids=lambda row: f"{row['inputs']}")
+@pytest.mark.parametrize("row", rows("table5"))
 def test_profiled_bubbles(row):
     """Zero Bubble's table 5 to its last digit, found schedules included."""
     for name, bubble in row["expected"].items():
@@ -76,7 +86,7 @@ def test_profiled_bubbles(row):
         assert simulate(schedule, times).bubble_longest_stage == pytest.approx(bubble, abs=6e-5), name
 
 
-@pytest.mark.parametrize("row", CASES["table8"]["rows"], ids=lambda row: f"{row['inputs']}")
+@pytest.mark.parametrize("row", rows("table8"))
 def test_profiled_bubbles_of_zb_v(row):
     """Table 8: ZB-V's there are a search's with these times, ours the hand-made schedule's."""
     for name, bubble in row["expected"].items():
@@ -197,8 +207,10 @@ def test_auto_keeps_the_limit():
         assert max(report.peak_memory) <= limit
         bubbles.append(report.bubble_longest_stage)
     assert bubbles == sorted(bubbles, reverse=True)
-    assert bubbles[0] > 0.5 > 0.2 > bubbles[2]
-    assert bubbles[-1] < 0.02
+    known = [simulate(make(kind, 4, 12), times).bubble_longest_stage for kind in ("zb-h1", "zb-h2")]
+    assert bubbles[0] > 0.5
+    assert bubbles[2] <= known[0]
+    assert bubbles[4] <= known[1]
     for stages, microbatches in ((1, 1), (1, 5), (5, 1), (8, 3), (7, 16)):
         validate(auto(stages, microbatches))
 

@@ -14,8 +14,8 @@ from jaxpar.parallel.pipeline.schedule import Action, Op, Schedule
 from jaxpar.parallel.pipeline.simulate import Report, memory_over
 
 _NAMES = {Op.F: "forward", Op.BW: "backward", Op.B: "backward, inputs", Op.W: "backward, weights"}
-_COLORS = {Op.F: "#3f76bf", Op.BW: "#d9822b", Op.B: "#d9822b", Op.W: "#3d9970"}
-_STYLES = {Op.F: "blue", Op.BW: "yellow", Op.B: "yellow", Op.W: "green"}
+_COLORS = {Op.F: "#3f76bf", Op.BW: "#c2513a", Op.B: "#dd9a34", Op.W: "#3d9970"}
+_STYLES = {Op.F: "blue", Op.BW: "red", Op.B: "yellow", Op.W: "green"}
 _SUFFIXES = (".png", ".svg")
 _WIDTH = (7.0, 32.0)
 _CELL = 0.3

@@ -82,7 +82,7 @@ def looped_bfs(num_stages: int, num_microbatches: int, num_chunks: int) -> Sched
     """All microbatches through one chunk, then all through the next; backward alike. Interleaved 1F1B's bubble, GPipe's
     memory; under FSDP a chunk's weights are gathered once a pass.
 
-    Source: Breadth-First Pipeline Parallelism (arXiv 2211.05953), section 4.1.
+    Source: Breadth-First Pipeline Parallelism (arXiv 2211.05953), section 4.
     """
     passes = [(c, m) for c in range(num_chunks) for m in range(num_microbatches)]
     forwards = [Action(Op.F, m, c) for c, m in passes]
@@ -106,7 +106,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, eager: bool) -> Schedule
     """1F1B whose weight gradients wait until they fill the bubble: ZB-H1, with 1F1B's memory, or, eager, ZB-H2, with
     2P - 1 activations on the first stage and no bubble when F, B and W take the same time and M >= 2P - 1.
 
-    Source: Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2, figures 2 and 3. Bubble
+    Source: Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2, figure 3. Bubble
     (P-1)(F + B - W) and (P-1)(F + B - 2W).
     """
     forwards = [Action(Op.F, m) for m in range(num_microbatches)]
@@ -182,7 +182,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     """No bubble when F, B and W take the same time and M >= 2P - 1, in 1F1B's memory, the same on all stages: the loss
     and the first layers are on the first stage.
 
-    Source: Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6 and figure 7.
+    Source: Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6.
     """
     num_full = max(num_microbatches, 2 * num_stages - 1)
 

@@ -58,7 +58,7 @@ def _best_cuts(costs: Float[np.ndarray, "P N N"], combine: np.ufunc) -> tuple[fl
 def latency(slice_times: Sequence[float], num_stages: int, num_microbatches: int = 1) -> float:
     """Time of a forward pass in slices that follow one another through the stages: M sum t + (P - 1) max t.
 
-    Source: TeraPipe (arXiv 2102.07988), section 3.3, equation 5, there with one microbatch.
+    Source: TeraPipe (arXiv 2102.07988), section 3.3, there with one microbatch.
     """
     return num_microbatches * sum(slice_times) + (num_stages - 1) * max(slice_times)
 

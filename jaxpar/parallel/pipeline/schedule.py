@@ -161,10 +161,11 @@ def from_orders(
     table: list[tuple[Action | None, ...]] = []
 
     def ready(stage: int, action: Action, tick: int) -> bool:
-        return all(
-            task in done and done[task] + (1 if empty.locate(task.part)[0] == stage else hop_ticks) <= tick
-            for task in empty.needs(stage, action)
-        )
+        for task in empty.needs(stage, action):
+            ticks = 1 if empty.locate(task.part)[0] == stage else hop_ticks
+            if task not in done or done[task] + ticks > tick:
+                return False
+        return True
 
     while any(at < len(order) for at, order in zip(position, orders)):
         tick = len(table)
