@@ -12,10 +12,10 @@ def validate(schedule: Schedule) -> None:
 
     That a stage does at most one action in a tick is in the table's form.
     """
+    for tick, row in enumerate(schedule.table):
+        if len(row) != schedule.num_stages:
+            raise ValueError(f"{schedule.kind}: tick {tick} has not {schedule.num_stages} stages, but {len(row)}")
     tick_of = schedule.tick_of
-    wide = [tick for tick, row in enumerate(schedule.table) if len(row) != schedule.num_stages]
-    if wide:
-        raise ValueError(f"{schedule.kind}: tick {wide[0]} has not {schedule.num_stages} stages")
     expected = {
         Task(op, part, microbatch, piece)
         for op in (Op.F, Op.B, Op.W)
