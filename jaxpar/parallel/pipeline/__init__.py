@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data, validated, simulated, drawn and run."""

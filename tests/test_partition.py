@@ -1,0 +1,133 @@
+"""Cuts of layers and of tokens, against brute force."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from jaxpar import cli
+from jaxpar.parallel.pipeline.partition import latency, partition, token_slices
+from jaxpar.planning.flops import step_flops
+from jaxpar.planning.pipeline import part_work, slice_flops
+from models.presets import preset
+
+
+def compositions(total: int, parts: int):
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        bounds = [0, *cuts, total]
+        yield tuple(b - a for a, b in itertools.pairwise(bounds))
+
+
+def part_times(times, counts, embedding, head):
+    bounds = np.cumsum([0, *counts])
+    sums = [sum(times[a:b]) for a, b in itertools.pairwise(bounds)]
+    sums[0] += embedding
+    sums[-1] += head
+    return sums
+
+
+def test_partition_against_brute_force():
+    rng = np.random.default_rng(0)
+    for trial in range(40):
+        layers, parts = int(rng.integers(1, 11)), int(rng.integers(1, 7))
+        if parts > layers:
+            continue
+        times = [1.0] * layers if trial % 4 == 0 else list(rng.integers(1, 9, layers) / 4)
+        embedding, head = rng.integers(0, 6, 2) / 4
+        options = [part_times(times, counts, embedding, head) for counts in compositions(layers, parts)]
+        best = min((max(option), sum(t**2 for t in option)) for option in options)
+        got = part_times(times, partition(times, parts, embedding, head), embedding, head)
+        assert (max(got), sum(t**2 for t in got)) == pytest.approx(best)
+
+
+def test_llama_405b_over_16(capsys):
+    cli.main(["partition", "--model", "llama3-405b", "--stages", "16", "--json"])
+    got = json.loads(capsys.readouterr().out)
+    assert got["layers"] == [7, *[8] * 14, 7]
+    assert got["times"][1:15] == [1] * 14
+    assert got["times"][0] < got["times"][15] < 1
+    assert got["balance"] == pytest.approx(sum(got["times"]) / 16)
+
+
+def test_work_is_that_of_a_step():
+    model = preset("llama3-8b")
+    work = part_work(model, 4096)
+    total = model.num_layers * work.layer + work.head
+    assert total == pytest.approx(step_flops(model, 1, 4096, "none").model_causal)
+    whole = slice_flops(model, 4096, 0)
+    assert sum(slice_flops(model, 1024, 1024 * k) for k in range(4)) == pytest.approx(whole)
+    assert whole == pytest.approx(model.num_layers * work.layer / 3 * 4096, rel=1e-3)
+
+
+def test_measured_times(capsys):
+    for times, layers, balance in (
+        ("1,3,1,1,1,1", [1, 3], 1),
+        ("0,3,1,1,1,2", [2, 2], 1),
+        ("0,4,1,1,1,0", [1, 3], 7 / 8),
+    ):
+        arguments = ["partition", "--model", "tiny", "--stages", "2", "--layer-times", times]
+        cli.main([*arguments, "--json"])
+        got = json.loads(capsys.readouterr().out)
+        assert (got["layers"], got["balance"]) == (layers, pytest.approx(balance))
+    cli.main(arguments)
+    assert "balance 87.5%" in capsys.readouterr().out
+
+
+def test_token_slices_against_brute_force():
+    rng = np.random.default_rng(1)
+    for _ in range(12):
+        tokens, stages, microbatches = int(rng.integers(2, 10)), int(rng.integers(1, 6)), int(rng.integers(1, 3))
+        table = rng.integers(1, 9, (tokens + 1, tokens + 1)) / 2
+
+        def time(length: int, before: int, table=table) -> float:
+            return float(table[length, before] + length)
+
+        def total(lengths, time=time, stages=stages, microbatches=microbatches):
+            starts = np.cumsum([0, *lengths])
+            return latency([time(n, int(at)) for n, at in zip(lengths, starts)], stages, microbatches)
+
+        options = [c for parts in range(1, tokens + 1) for c in compositions(tokens, parts)]
+        got = token_slices(time, tokens, stages, microbatches)
+        assert sum(got) == tokens
+        assert total(got) == pytest.approx(min(map(total, options)))
+
+
+def test_token_slices_of_a_model():
+    """TeraPipe's figure: uniform slices are best at some middle number, and unequal ones, shorter towards the end,
+    better still."""
+    model = preset("llama3-8b")
+    fixed = slice_flops(model, 64, 0)  # what a slice costs however short it is
+
+    def time(length: int, before: int) -> float:
+        return fixed + slice_flops(model, length, before)
+
+    def total(lengths) -> float:
+        starts = np.cumsum([0, *lengths])
+        return latency([time(n, int(at)) for n, at in zip(lengths, starts)], 8)
+
+    uniform = {count: total([8192 // count] * count) for count in (1, 2, 4, 8, 16, 32, 64, 128)}
+    best = min(uniform, key=uniform.__getitem__)
+    assert best == 32
+    assert uniform[1] > uniform[8] > uniform[32] < uniform[64] < uniform[128]
+    lengths = token_slices(time, 8192, 8, granularity=64)
+    assert total(lengths) < uniform[best]
+    assert lengths[0] > lengths[-1]
+    assert latency([1, 2, 3], 4) == 15
+
+
+def test_bad_cuts(capsys):
+    with pytest.raises(ValueError, match=r"4 layers cannot be cut into 5 parts \(stages x chunks\); take 1 to 4"):
+        partition([1.0] * 4, 5)
+    with pytest.raises(ValueError, match="layers' times must be positive"):
+        partition([1.0, 0.0], 2)
+    with pytest.raises(ValueError, match="granularity 3 does not divide the sequence's 8 tokens"):
+        token_slices(lambda length, before: 1.0, 8, 2, granularity=3)
+    for flags, message in (
+        ("--stages 3 --chunks 2", "4 layers cannot be cut into 6 parts"),
+        ("--stages 0", "--stages 0 --chunks 1: no parts; take at least 1 of each"),
+        ("--stages 2 --layer-times 1,2", "--layer-times has 2 numbers; give 6: the embedding's, 4 layers' and the"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["partition", "--model", "tiny", *flags.split()])
+        assert message in capsys.readouterr().err
