@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.audit.topology import gpu_devices
 from jaxpar.kernels.mask import AttentionMask, Tokens
-from jaxpar.parallel.context import ContextStrategy, counted
+from jaxpar.parallel.context import ContextStrategy, attention
 from jaxpar.parallel.layout import Layout
 from jaxpar.planning.attention import AttentionSize, attention_plan, causal_flops, documents
 from meshes import build_mesh
@@ -217,7 +217,7 @@ def program(layout: Layout, mask: AttentionMask) -> jax.stages.Wrapped:
     def run(q, k, v, cotangent, tokens):
         def local(q, k, v, tokens):
             scale = q.shape[3] ** -0.5
-            out, tiles = counted(layout.context, sizes, "tiled", layout.packs_documents, mask, scale, q, k, v, tokens)
+            out, tiles = attention(layout.context, sizes, "tiled", layout.packs_documents, mask, scale, q, k, v, tokens)
             return out, tiles[None]
 
         def attend(q, k, v):

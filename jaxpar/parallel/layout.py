@@ -246,9 +246,10 @@ class Layout:
             per_rank = math.lcm(num_kv_heads, ranks) // ranks
             k, v = (tensor.own_heads(x, num_kv_heads, per_rank) for x in (k, v))
         sizes = dict(self.mesh.shape)
-        return context.attention(
+        out, _ = context.attention(
             self.context, sizes, self.attention_kernel, self.packs_documents, mask, scale, q, k, v, tokens
         )
+        return out
 
     def sequence(self, batch: Batch) -> Tokens:
         """What attention's masks go by, of the whole sequence on every context rank: gathered once for all layers."""

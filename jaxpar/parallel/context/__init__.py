@@ -1,5 +1,5 @@
 """Context parallelism: the sequence cut over `context`, of which attention alone sees across the cuts."""
 
-from jaxpar.parallel.context.strategy import AXIS, ContextStrategy, attention, counted
+from jaxpar.parallel.context.strategy import AXIS, ContextStrategy, attention
 
-__all__ = ["AXIS", "ContextStrategy", "attention", "counted"]
+__all__ = ["AXIS", "ContextStrategy", "attention"]

@@ -75,25 +75,9 @@ def attention(
     k: Float[Array, "B C G K"],
     v: Float[Array, "B C G K"],
     tokens: Tokens,
-) -> Float[Array, "B C H K"]:
-    """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them; `kernel` attends
-    where a rank has all of it."""
-    return counted(strategy, axis_sizes, kernel, skips_documents, mask, scale, q, k, v, tokens)[0]
-
-
-def counted(
-    strategy: ContextStrategy,
-    axis_sizes: dict[str, int],
-    kernel: on_one_device.Kernel,
-    skips_documents: bool,
-    mask: AttentionMask,
-    scale: float,
-    q: Float[Array, "B C H K"],
-    k: Float[Array, "B C G K"],
-    v: Float[Array, "B C G K"],
-    tokens: Tokens,
 ) -> tuple[Float[Array, "B C H K"], Int[Array, ""]]:
-    """As `attention`, and the number of tiles that this rank's forward pass computed."""
+    """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them; and how many tiles
+    its forward pass computed. `kernel` attends where a rank has all of the sequence."""
     ranks, group = axis_sizes[AXIS], strategy.group
     block = strategy.block_of(tokens.positions.shape[1], ranks)
     if ranks == 1:
