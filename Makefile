@@ -10,7 +10,7 @@ train: $(VENV)/core
 	$(BIN)/python train.py
 
 test: $(VENV)/dev lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -24,7 +24,7 @@ test-all:
 	for python in $(PYTHONS); do \
 	  if $$python --version >/dev/null 2>&1; then \
 	    venv=.venv-$$(basename $$python); \
-	    $(MAKE) VENV=$$venv PYTHON=$$python $$venv/dev && $$venv/bin/python -m pytest || exit 1; \
+	    $(MAKE) VENV=$$venv PYTHON=$$python $$venv/dev && $$venv/bin/python -m pytest -n auto || exit 1; \
 	  fi; \
 	done
 
