@@ -118,7 +118,8 @@ def test_a_full_disk_is_a_warning_and_the_next_save_is_tried(tmp_path, caplog, l
             at.wait()
         assert [record.levelno for record in caplog.records if record.name.startswith("jaxpar")] == [logging.WARNING]
         assert re.search("checkpoint of step 2 not saved: .*; training goes on, step 1 is the last saved", caplog.text)
-        assert (names(at.directory), at.last_saved, at.latest()) == (["1"], 1, 1)
+        whole = [name for name in names(at.directory) if name.isdigit()]  # threads may still write of the other
+        assert (whole, at.last_saved, at.latest()) == (["1"], 1, 1)
         at.save(at_step(state, 3))
     assert (names(at.directory), at.last_saved, at.latest()) == (["1", "3"], 3, 3)
 

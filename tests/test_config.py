@@ -132,8 +132,8 @@ def test_bad_files(tmp_path, text, message):
         (
             "context=4,tensor=4",
             ["--context-strategy", "ulysses"],
-            "Ulysses over 4 ranks needs as many query heads on each rank of `tensor`, which has 8 / 4 = 2; the nearest "
-            "that works: 2",
+            "Ulysses over 4 ranks deals out the query heads of a rank of `tensor`, 8 / 4 = 2, which 4 does not divide; "
+            "the nearest number of ranks that does: 2",
         ),
         (
             "context=4",

@@ -128,7 +128,7 @@ def test_processes_of_different_settings_do_not_train_together(work):
     processes = [start(work, "different", *together, "--process-id", str(n), "--seed", str(n)) for n in range(2)]
     for process in processes:
         _, errors = process.communicate(timeout=100)
-        assert process.returncode == 2
+        assert process.returncode in (1, 2)  # whichever leaves first, the other may note that too
         assert "process 1 was started with run.seed = 1, process 0 with 0; give all the same" in errors
     assert not (work / "different").exists()
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention import AttentionMask, dot_product_attention
+from jaxpar.kernels.attention import attention
+from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from jaxpar.training.model import Model
@@ -416,6 +417,15 @@ def attention_inputs(num_queries: int, num_keys: int, num_heads: int, num_kv_hea
     return q, k, v, k_positions[:, :num_queries], k_positions, k_segments[:, :num_queries], k_segments
 
 
+def attend_with_kernel(q, k, v, q_positions, k_positions, q_segments, k_segments, mask, scale):
+    """The arguments of `attend`, in whole rows, to the kernel."""
+    q_tokens, k_tokens = (
+        Tokens(*(jnp.asarray(x, jnp.int32) for x in pair))
+        for pair in ((q_positions, q_segments), (k_positions, k_segments))
+    )
+    return attention(*map(jnp.asarray, (q, k, v)), q_tokens, k_tokens, mask, scale)
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(
     "mask",
@@ -432,14 +442,14 @@ def attention_inputs(num_queries: int, num_keys: int, num_heads: int, num_kv_hea
 )
 def test_attention_is_the_loop(mask, num_heads, num_kv_heads):
     inputs = attention_inputs(9, 13, num_heads, num_kv_heads, num_segments=2)
-    got = dot_product_attention(*map(jnp.asarray, inputs), mask, 0.6)
+    got = attend_with_kernel(*inputs, mask, 0.6)
     want = np.stack([attend(*(array[row] for array in inputs), mask, 0.6) for row in range(2)])
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
 
 def test_a_window_of_one_is_the_token_itself():
     q, k, v, *rest = attention_inputs(9, 9, 4, 4, num_segments=1)
-    got = dot_product_attention(*map(jnp.asarray, (q, k, v, *rest)), AttentionMask(window=1), 1.0)
+    got = attend_with_kernel(q, k, v, *rest, AttentionMask(window=1), 1.0)
     np.testing.assert_array_equal(got, v)
 
 
@@ -447,8 +457,8 @@ def test_attention_of_bfloat16_scores_in_float32():
     """Scores around 100, of which bfloat16 would tell no two apart that differ by less than a half."""
     q, k, v, *rest = attention_inputs(9, 13, 4, 2, num_segments=2)
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
-    arguments = *map(jnp.asarray, rest), AttentionMask(), 20.0
-    got = dot_product_attention(q, k, v, *arguments)
+    arguments = *rest, AttentionMask(), 20.0
+    got = attend_with_kernel(q, k, v, *arguments)
     assert got.dtype == jnp.bfloat16
-    want = dot_product_attention(*(x.astype(jnp.float64) for x in (q, k, v)), *arguments)
+    want = attend_with_kernel(*(x.astype(jnp.float64) for x in (q, k, v)), *arguments)
     np.testing.assert_allclose(got.astype(jnp.float64), want, rtol=0, atol=0.02)

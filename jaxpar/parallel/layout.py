@@ -154,14 +154,15 @@ class Layout:
         """Which token of a sequence lies at each place of a batch's arrays."""
         return permutation(self.context.order, seq_len, self.axis_size("context"))
 
-    def check_divisible(self, size: int, name: str, what: str, num_microbatches: int = 1) -> None:
+    def check_divisible(self, size: int, name: str, what: str, num_microbatches: int = 1, unit: int = 1) -> None:
         """Raise ValueError where an activation's logical axis `name`, of `size` in all microbatches together, cannot
-        be cut into equal parts; `what` is the setting to name."""
+        be cut into equal parts; `what` is the setting to name, `unit` what it must be a multiple of besides."""
         axes = self.present(mesh_axes(self.spec(name)))
         parts = self.axis_size(*axes) * num_microbatches
         if size % parts:
             factors = [f"{axis}={self.axis_size(axis)}" for axis in axes]
             factors += [f"{num_microbatches} microbatches"] if num_microbatches > 1 else []
+            parts = math.lcm(parts, unit)
             nearest = [str(n) for n in (size // parts * parts, -(-size // parts) * parts) if n]
             raise ValueError(
                 f"{what} {size} is not divisible by {' x '.join(factors)}; the nearest that is: {' or '.join(nearest)}"

@@ -74,6 +74,11 @@ def attention_plan(
     k_parts = 1 if strategy.kind == "allgather" else parts
     block = strategy.block_of(size.seq_len, ranks)
     active = _active_tiles(tokens, parts, k_parts, mask, block)
+    if strategy.kind != "allgather":
+        # A ring leaves out whole rounds, by the parts' positions alone: finer than blocks, which are of many.
+        shifts = needed_shifts(strategy.order, size.seq_len, ranks, group, mask.causal, mask.window)
+        behind = (np.arange(parts)[:, None] - np.arange(parts)[None]) % parts
+        active = active & np.isin(behind, shifts)[:, None, :, None]
     tiles = np.repeat(active.sum(axis=(1, 2, 3)), group)
     q_block = block_size(size.seq_len // parts, block)
     k_block = block_size(size.seq_len // k_parts, block)

@@ -222,8 +222,10 @@ def _context(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
     # A group's ranks hold its whole part of the sequence, of fewer heads.
     kv, dkv = layers * 2 * kv_heads * short, layers * 2 * kv_heads * max(short, 4)
     hops = len(shifts) - 1
-    # Permutes outside of a loop are the same ones where the forward pass is recomputed beside the backward pass.
-    shared = (forwards - 1) * (min(hops, 1) if shifts == tuple(range(hops + 1)) else hops)
+    # Permutes outside of a loop (of which one of a single trip is none) are the same ones where the forward pass is
+    # recomputed beside the backward pass.
+    loops = shifts == tuple(range(hops + 1)) and hops > 2
+    shared = (forwards - 1) * (1 if loops else hops)
     home = kv if hops else 0
     yield ("context",), "collective-permute", ((forwards + 1) * hops - shared) * kv + hops * dkv + home
 

@@ -9,7 +9,9 @@ from jax.sharding import Mesh
 from jaxpar.config import Config
 from jaxpar.kernels.attention import Kernel, choose
 from jaxpar.kernels.mask import AttentionMask
+from jaxpar.parallel.axes import mesh_axes
 from jaxpar.parallel.context import ContextStrategy
+from jaxpar.parallel.context.order import multiple
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.remat import Remat, check_offload
 from jaxpar.parallel.vocab import Objective
@@ -30,7 +32,6 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     mesh cannot cut."""
     dtypes = Precision.of(config.run)
     parallel = config.parallel
-    num_context_ranks = mesh.shape["context"] if mesh is not None else 1
     layout = Layout(
         mesh=mesh,
         compute_dtype=dtypes.compute,
@@ -39,9 +40,13 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         reshard_after_forward=parallel.reshard_after_forward,
         remat=Remat.parse(parallel.remat, config.model.num_layers),
         zero=parallel.zero,
-        context=ContextStrategy.parse(parallel.context_strategy, parallel.context_order, num_context_ranks),
+        context=ContextStrategy()
+        if mesh is None
+        else ContextStrategy.parse(parallel.context_strategy, parallel.context_order, mesh.shape["context"]),
         packs_documents=config.data.pack_documents,
-        attention_kernel=_attention_kernel(config, dtypes.compute, num_context_ranks) if mesh is not None else "tiled",
+        attention_kernel=_attention_kernel(config, dtypes.compute, mesh.shape["context"])
+        if mesh is not None
+        else "tiled",
         is_fp8=config.run.matmul == "fp8",
     )
     check(config, layout)
@@ -73,9 +78,9 @@ def check(config: Config, layout: Layout) -> None:
     if layout.mesh is not None:
         check_offload(layout.remat, layout.mesh.devices.flat[0])
     layout.check_divisible(config.data.batch_size, "batch", "--batch-size", config.parallel.grad_accumulation)
-    layout.check_divisible(config.data.seq_len, "residual_seq", "--seq-len")
-    layout.context.check(
-        config.data.seq_len, config.model.num_heads, layout.axis_size("context"), layout.axis_size("tensor")
-    )
     layout.check_divisible(config.model.num_heads, "heads", "--model.num-heads")
     layout.check_divisible(config.model.mlp_dim, "mlp", "--model.mlp-dim")
+    ranks = layout.axis_size("context")
+    parts = layout.axis_size(*layout.present(mesh_axes(layout.spec("residual_seq"))))
+    layout.check_divisible(config.data.seq_len, "residual_seq", "--seq-len", unit=multiple(layout.context.order, ranks))
+    layout.context.check(config.data.seq_len, config.model.num_heads, ranks, layout.axis_size("tensor"), unit=parts)

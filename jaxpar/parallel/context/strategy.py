@@ -1,5 +1,6 @@
 """Which strategy, and its body: what each rank does in a region that is manual over `context`."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,11 +53,12 @@ class ContextStrategy:
         fits = (size for size in range(self.block, self.block // 4, -1) if part % size == 0)
         return next(fits, tiled.block_size(part, self.block))
 
-    def check(self, seq_len: int, num_heads: int, ranks: int, tensor: int) -> None:
-        """Raise ValueError for sizes that do not divide."""
+    def check(self, seq_len: int, num_heads: int, ranks: int, tensor: int, unit: int = 1) -> None:
+        """Raise ValueError for sizes that do not divide; seq_len must be a multiple of `unit` besides."""
         parts = multiple(self.order, ranks)
         if seq_len % parts:
-            nearest = [n for n in (seq_len // parts * parts, -(-seq_len // parts) * parts) if n]
+            step = math.lcm(parts, unit)
+            nearest = [n for n in (seq_len // step * step, -(-seq_len // step) * step) if n]
             raise ValueError(
                 f"--seq-len {seq_len} does not divide into the {parts} parts of --context-order {self.order} over "
                 f"context={ranks}; the nearest that does: {' or '.join(map(str, nearest))}"

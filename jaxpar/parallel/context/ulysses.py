@@ -39,6 +39,6 @@ def check_heads(num_heads: int, tensor: int, group: int) -> None:
     if num_heads // tensor % group:
         fits = [n for n in range(1, group + 1) if group % n == 0 and num_heads // tensor % n == 0]
         raise ValueError(
-            f"Ulysses over {group} ranks needs as many query heads on each rank of `tensor`, which has "
-            f"{num_heads} / {tensor} = {num_heads // tensor}; the nearest that works: {fits[-1]}"
+            f"Ulysses over {group} ranks deals out the query heads of a rank of `tensor`, {num_heads} / {tensor} = "
+            f"{num_heads // tensor}, which {group} does not divide; the nearest number of ranks that does: {fits[-1]}"
         )

@@ -166,6 +166,8 @@ def leave(error: Exception | KeyboardInterrupt) -> NoReturn:
         line = type(error).__name__
     print(f"error: {f'{name()}: ' if together else ''}{line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if together and status == 2:
+        time.sleep(_LAST_WORDS_SECONDS)  # all may be saying the same, and the first to go ends the others
     os._exit(status)
 
 
