@@ -1,0 +1,182 @@
+"""Pipeline parallelism: any schedule, in one loop over its ticks (GPipe, arXiv 1811.06965; 1F1B, arXiv 2006.09503).
+
+Splits: the layers over `pipe`, P stages of C chunks each; every rank of a stage runs the same branch of a tick. What an
+action makes hops to its neighbour by a permute outside of the branches, and lies in a buffer of the schedule's own
+size until it is used. A backward pass computes its chunk's forward pass again.
+Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank, in compute dtype:
+    collective-permute  A per tick and direction, whether the tick sends anything or not
+    all-reduce          the gradients of embedding, final norm and head, which only the ends of the model have, once
+Within a branch only collectives among the ranks of one stage are right: stages are at different branches then, and a
+permute is one operation of all devices. So attention under `context` gathers or exchanges, and never sends around.
+Limits: what is a whole number of layers per chunk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from jaxpar.numerics import widened
+from jaxpar.parallel.pipeline.program import Branch, Program
+from jaxpar.parallel.pipeline.schedule import Op, Schedule
+
+AXIS = "pipe"
+
+
+@dataclass(frozen=True)
+class Functions:
+    """A model in three pieces. `ends` are the parameters of the first and the last."""
+
+    embed: Callable[..., Float[Array, "B S D"]]
+    """(ends, microbatch=)"""
+    stage: Callable[..., Float[Array, "B S D"]]
+    """(layers of one chunk, input, microbatch=)"""
+    head: Callable[..., tuple[Float[Array, ""], Float[Array, ""]]]
+    """(ends, output of the last layer, microbatch=) -> (what is minimised, what is reported), sums over tokens"""
+
+
+def run(
+    schedule: Schedule, functions: Functions, ends: PyTree, layers: PyTree, batch: PyTree, fill: float = 0.0
+) -> tuple[Float[Array, ""], PyTree, PyTree]:
+    """(what is reported, its sum over the microbatches; gradients by ends; by layers), in at least float32; in a region
+    that is manual over `pipe`.
+
+    A rank holds `layers` [C x layers per chunk, ...], chunk by chunk. Gradients by `ends` are left unsummed over
+    `pipe`. `batch` has leading dim M; `fill` is what lies in slots that hold nothing.
+    """
+    program = Program.of(schedule)
+    stage, num_chunks = lax.axis_index(AXIS), schedule.num_chunks
+    layers = _by_chunk(layers, num_chunks)
+    activation = jax.eval_shape(functions.embed, ends, microbatch=_at(batch, 0))
+
+    def zeros(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, widened(leaf.dtype)), tree)
+
+    def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
+        buffers, sums = carry
+        row = jax.tree.map(lambda column: column[stage], rows)
+        x, dy = (_at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
+        branches = [partial(_act, branch, functions, fill) for branch in program.branches]
+        microbatch = _at(batch, row["microbatch"])
+        made, looked_up, sums = lax.switch(row["branch"], branches, ends, layers, row["chunk"], microbatch, x, dy, sums)
+        arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
+        buffers = dict(buffers, inputs=_put(buffers["inputs"], looked_up, row["looked_up"]))
+        for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
+            buffers[name] = _put(buffers[name], arrived.get(shift, made), slot)
+        return (buffers, sums), None
+
+    buffers = {
+        name: jnp.full((count + 1, *activation.shape), fill, activation.dtype)
+        for name, count in program.num_slots.items()
+    }
+    rows = {
+        "branch": program.branch,
+        "microbatch": program.microbatch,
+        "chunk": program.chunk,
+        "slots": dict(program.slots),
+        "looked_up": program.looked_up,
+        "arrivals": tuple(program.arrivals.values()),
+    }
+    reported = jax.eval_shape(functions.head, ends, activation, microbatch=_at(batch, 0))[1]
+    sums = zeros(reported), zeros(ends), zeros(layers)
+    (_, (loss, by_ends, by_layers)), _ = lax.scan(tick, (buffers, sums), jax.tree.map(jnp.asarray, rows))
+    by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), by_layers)
+    return lax.psum(loss, AXIS), by_ends, by_layers
+
+
+def _act(
+    branch: Branch,
+    functions: Functions,
+    fill: float,
+    ends: PyTree,
+    layers: PyTree,
+    chunk: Array,
+    microbatch: PyTree,
+    x: Array,
+    dy: Array,
+    sums: tuple[Array, PyTree, PyTree],
+) -> tuple[Array, Array, tuple[Array, PyTree, PyTree]]:
+    """One action: (what the stage sends on, the input that the first part keeps, sums)."""
+    nothing = jnp.full(x.shape, fill, x.dtype)
+    if branch.op is Op.NOP:
+        return nothing, nothing, sums
+    loss, by_ends, by_layers = sums
+    own = _at(layers, chunk)
+
+    stage = partial(functions.stage, microbatch=microbatch)
+    if branch.op is Op.F:
+        kept = nothing
+        if branch.is_first:
+            x = kept = functions.embed(ends, microbatch=microbatch)
+        y = stage(own, x)
+        if branch.is_last:
+            head = partial(functions.head, microbatch=microbatch)
+            minimised, pull, reported = jax.vjp(head, ends, y, has_aux=True)
+            of_ends, y = pull(jnp.ones_like(minimised))
+            loss, by_ends = loss + reported.astype(loss.dtype), _add(by_ends, of_ends)
+        return y, kept, (loss, by_ends, by_layers)
+
+    dx = nothing
+    if branch.op is Op.BW:
+        _, pull = jax.vjp(stage, own, x)
+        of_own, dx = pull(dy)
+        by_layers = _add_at(by_layers, of_own, chunk)
+    elif branch.op is Op.B:
+        (dx,) = jax.vjp(lambda x: stage(own, x), x)[1](dy)
+    else:
+        (of_own,) = jax.vjp(lambda own: stage(own, x), own)[1](dy)
+        by_layers = _add_at(by_layers, of_own, chunk)
+    if branch.is_first:
+        (of_ends,) = jax.vjp(partial(functions.embed, microbatch=microbatch), ends)[1](dx)
+        by_ends = _add(by_ends, of_ends)
+    return dx, nothing, (loss, by_ends, by_layers)
+
+
+def relay(schedule: Schedule, stack: Callable[[PyTree, Array], Array], layers: PyTree, x: Array) -> Array:
+    """stack(layers of a chunk, x) from the first part to the last, one stage at work at a time, the others idle: for
+    evaluation and sampling. The result is on all stages."""
+    layers = _by_chunk(layers, schedule.num_chunks)
+    places = [schedule.locate(part) for part in range(schedule.num_parts)]
+
+    def part(x: Array, place: tuple[Array, Array]) -> tuple[Array, None]:
+        stage, chunk = place
+        y = stack(_at(layers, chunk), x)
+        return lax.psum(jnp.where(lax.axis_index(AXIS) == stage, y, jnp.zeros((), y.dtype)), AXIS), None
+
+    stages, chunks = (jnp.array(numbers, jnp.int32) for numbers in zip(*places))
+    return lax.scan(part, x, (stages, chunks))[0]
+
+
+def _by_chunk(layers: PyTree, num_chunks: int) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.reshape(num_chunks, -1, *leaf.shape[1:]), layers)
+
+
+def _at(tree: PyTree, index: Any) -> PyTree:
+    """Each leaf's part at an index of its first dim; the only one as it is, uncopied."""
+
+    def at(leaf: Array) -> Array:
+        if leaf.shape[0] == 1:
+            return leaf[0]
+        return lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+    return jax.tree.map(at, tree)
+
+
+def _put(buffer: Array, value: Array, index: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(buffer, value, index, 0)
+
+
+def _add(totals: PyTree, addends: PyTree) -> PyTree:
+    return jax.tree.map(lambda total, addend: total + addend.astype(total.dtype), totals, addends)
+
+
+def _add_at(totals: PyTree, addends: PyTree, chunk: Array) -> PyTree:
+    """To the parts at a chunk."""
+    return jax.tree.map(
+        lambda total, addend: _put(total, _at(total, chunk) + addend.astype(total.dtype), chunk), totals, addends
+    )
