@@ -11,7 +11,7 @@ permute is one operation of all devices. So attention under `context` gathers or
 Limits: what is a whole number of layers per chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from jaxpar.numerics import widened
-from jaxpar.parallel.pipeline.program import Branch, Program
+from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
 AXIS = "pipe"
@@ -50,91 +50,112 @@ def run(
     `pipe`. `batch` has leading dim M; `fill` is what lies in slots that hold nothing.
     """
     program = Program.of(schedule)
-    stage, num_chunks = lax.axis_index(AXIS), schedule.num_chunks
-    layers = _by_chunk(layers, num_chunks)
+    stage, layers = lax.axis_index(AXIS), _by_chunk(layers, schedule.num_chunks)
     activation = jax.eval_shape(functions.embed, ends, microbatch=_at(batch, 0))
-
-    def zeros(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, widened(leaf.dtype)), tree)
+    reported = jax.eval_shape(functions.head, ends, activation, microbatch=_at(batch, 0))[1]
 
     def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
         buffers, sums = carry
         row = jax.tree.map(lambda column: column[stage], rows)
         x, dy = (_at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
-        branches = [partial(_act, branch, functions, fill) for branch in program.branches]
         microbatch = _at(batch, row["microbatch"])
-        made, looked_up, sums = lax.switch(row["branch"], branches, ends, layers, row["chunk"], microbatch, x, dy, sums)
+        x, made, sums = _act(functions, program.ops, fill, ends, layers, row, microbatch, x, dy, sums)
         arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
-        buffers = dict(buffers, inputs=_put(buffers["inputs"], looked_up, row["looked_up"]))
+        buffers = dict(buffers, inputs=_put(buffers["inputs"], x, row["looked_up"]))
         for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
             buffers[name] = _put(buffers[name], arrived.get(shift, made), slot)
         return (buffers, sums), None
+
+    def zeros(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, widened(leaf.dtype)), tree)
 
     buffers = {
         name: jnp.full((count + 1, *activation.shape), fill, activation.dtype)
         for name, count in program.num_slots.items()
     }
     rows = {
-        "branch": program.branch,
-        "microbatch": program.microbatch,
+        "op": program.op,
+        "part": program.part,
+        "is_last": program.part == schedule.num_parts - 1,
         "chunk": program.chunk,
+        "microbatch": program.microbatch,
         "slots": dict(program.slots),
         "looked_up": program.looked_up,
         "arrivals": tuple(program.arrivals.values()),
     }
-    reported = jax.eval_shape(functions.head, ends, activation, microbatch=_at(batch, 0))[1]
-    sums = zeros(reported), zeros(ends), zeros(layers)
-    (_, (loss, by_ends, by_layers)), _ = lax.scan(tick, (buffers, sums), jax.tree.map(jnp.asarray, rows))
+    start = buffers, (zeros(reported), zeros(ends), zeros(layers))
+    (_, (loss, by_ends, by_layers)), _ = lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))
     by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), by_layers)
     return lax.psum(loss, AXIS), by_ends, by_layers
 
 
 def _act(
-    branch: Branch,
     functions: Functions,
+    ops: frozenset[Op],
     fill: float,
     ends: PyTree,
     layers: PyTree,
-    chunk: Array,
+    row: dict[str, Any],
     microbatch: PyTree,
     x: Array,
     dy: Array,
     sums: tuple[Array, PyTree, PyTree],
 ) -> tuple[Array, Array, tuple[Array, PyTree, PyTree]]:
-    """One action: (what the stage sends on, the input that the first part keeps, sums)."""
-    nothing = jnp.full(x.shape, fill, x.dtype)
-    if branch.op is Op.NOP:
-        return nothing, nothing, sums
+    """A stage's tick: (its input, what it sends on, sums).
+
+    Sums pass through conditionals of two branches, the first of which leaves them alone: those XLA updates in place,
+    where it copies what passes through a switch.
+    """
     loss, by_ends, by_layers = sums
-    own = _at(layers, chunk)
+    op, is_first, is_last = row["op"], row["part"] == 0, row["is_last"]
+    embed, stage, head = (partial(f, microbatch=microbatch) for f in (functions.embed, functions.stage, functions.head))
+    nothing = jnp.full(x.shape, fill, x.dtype)
 
-    stage = partial(functions.stage, microbatch=microbatch)
-    if branch.op is Op.F:
-        kept = nothing
-        if branch.is_first:
-            x = kept = functions.embed(ends, microbatch=microbatch)
-        y = stage(own, x)
-        if branch.is_last:
-            head = partial(functions.head, microbatch=microbatch)
-            minimised, pull, reported = jax.vjp(head, ends, y, has_aux=True)
-            of_ends, y = pull(jnp.ones_like(minimised))
-            loss, by_ends = loss + reported.astype(loss.dtype), _add(by_ends, of_ends)
-        return y, kept, (loss, by_ends, by_layers)
+    def own() -> PyTree:
+        return _at(layers, row["chunk"])
 
-    dx = nothing
-    if branch.op is Op.BW:
-        _, pull = jax.vjp(stage, own, x)
-        of_own, dx = pull(dy)
-        by_layers = _add_at(by_layers, of_own, chunk)
-    elif branch.op is Op.B:
-        (dx,) = jax.vjp(lambda x: stage(own, x), x)[1](dy)
-    else:
-        (of_own,) = jax.vjp(lambda own: stage(own, x), own)[1](dy)
-        by_layers = _add_at(by_layers, of_own, chunk)
-    if branch.is_first:
-        (of_ends,) = jax.vjp(partial(functions.embed, microbatch=microbatch), ends)[1](dx)
-        by_ends = _add(by_ends, of_ends)
-    return dx, nothing, (loss, by_ends, by_layers)
+    def of_input(x: Array, dy: Array) -> Array:
+        weights = own()
+        return jax.vjp(lambda x: stage(weights, x), x)[1](dy)[0]
+
+    def of_both(x: Array, dy: Array) -> tuple[Array, PyTree]:
+        by_own, dx = jax.vjp(stage, own(), x)[1](dy)
+        return dx, by_own
+
+    def of_weights(x: Array, dy: Array) -> tuple[Array, PyTree]:
+        return nothing, jax.vjp(lambda own: stage(own, x), own())[1](dy)[0]
+
+    def add_layers(made: Array, by_layers: PyTree) -> tuple[Array, PyTree]:
+        made, by_own = _choose(op, {o: f for o, f in ((Op.BW, of_both), (Op.W, of_weights)) if o in ops}, x, dy)
+        return made, _add_at(by_layers, by_own, row["chunk"])
+
+    def add_head(y: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
+        minimised, pull, reported = jax.vjp(head, ends, y, has_aux=True)
+        of_ends, dy = pull(jnp.ones_like(minimised))
+        return dy, loss + reported.astype(loss.dtype), _add(by_ends, of_ends)
+
+    def add_embedding(by_ends: PyTree) -> PyTree:
+        return _add(by_ends, jax.vjp(embed, ends)[1](made)[0])
+
+    is_forward, gives_input, gives_weights = op == Op.F, (op == Op.B) | (op == Op.BW), (op == Op.W) | (op == Op.BW)
+    x = _when(is_forward & is_first, lambda x: embed(ends), x)
+    light = {Op.NOP: lambda x, dy: nothing, Op.F: lambda x, dy: stage(own(), x), Op.B: of_input}
+    made = _choose(op, {o: f for o, f in light.items() if o in ops}, x, dy)
+    made, by_layers = _when(gives_weights, add_layers, made, by_layers)
+    made, loss, by_ends = _when(is_forward & is_last, add_head, made, loss, by_ends)
+    by_ends = _when(gives_input & is_first, add_embedding, by_ends)
+    return x, made, (loss, by_ends, by_layers)
+
+
+def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
+    """change(*operands), or the operands."""
+    return lax.cond(condition, change, lambda *same: same if len(same) > 1 else same[0], *operands)
+
+
+def _choose(op: Array, functions: Mapping[Op, Callable], *operands: Array) -> Any:
+    """The op's function of the operands, or the first one where it has none."""
+    index = sum((op == each).astype(jnp.int32) * i for i, each in enumerate(functions))
+    return lax.switch(index, list(functions.values()), *operands)
 
 
 def relay(schedule: Schedule, stack: Callable[[PyTree, Array], Array], layers: PyTree, x: Array) -> Array:

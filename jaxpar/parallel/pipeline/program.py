@@ -1,4 +1,4 @@
-"""A schedule as numbers that a loop over ticks can go by: tick x stage -> branch, microbatch, chunk, and slots."""
+"""A schedule as numbers that a loop over ticks can go by: tick x stage -> operation, microbatch, chunk, and slots."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -15,15 +15,6 @@ Buffer = Literal["inputs", "gradients"]
 Table = Int[np.ndarray, "T P"]
 
 
-class Branch(NamedTuple):
-    """One way to spend a tick. Forward, the first part looks its input up, the last goes on to the loss; backward, the
-    first part's input gradient goes on into the embedding."""
-
-    op: Op
-    is_first: bool = False
-    is_last: bool = False
-
-
 class Arrival(NamedTuple):
     """What comes from the stage so many places before (around the ring), into a buffer."""
 
@@ -35,8 +26,10 @@ class Arrival(NamedTuple):
 class Program:
     """A slot's number past a buffer's last is a place for what nobody reads."""
 
-    branches: tuple[Branch, ...]
-    branch: Table
+    ops: frozenset[Op]
+    """All that there are, NOP among them."""
+    op: Table
+    part: Table
     microbatch: Table
     chunk: Table
     slots: Mapping[Buffer, Table]
@@ -63,8 +56,7 @@ class Program:
         def unused(buffer: Buffer) -> Table:
             return np.full(shape, num_slots[buffer], np.int32)
 
-        branches = [Branch(Op.NOP)]
-        branch, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(3))
+        op, parts, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(4))
         reads: dict[Buffer, Table] = {"inputs": unused("inputs"), "gradients": unused("gradients")}
         looked_up = unused("inputs")
         arrivals: dict[Arrival, Table] = {}
@@ -72,16 +64,10 @@ class Program:
 
         for tick, stage, action in schedule.actions():
             at, part = (tick, stage), schedule.part(stage, action.chunk)
-            own = _branch(action, part, schedule.num_parts)
-            if own not in branches:
-                branches.append(own)
-            branch[at], microbatch[at], chunk[at] = branches.index(own), action.microbatch, action.chunk
+            op[at], parts[at], microbatch[at], chunk[at] = action.op, part, action.microbatch, action.chunk
             lease = slots.inputs[Task(Op.F, part, action.microbatch, 0)]
-            if own.op is Op.F and own.is_first:
-                looked_up[at] = lease.slot
-            else:
-                reads["inputs"][at] = lease.slot
-            if own.op is not Op.F:
+            (looked_up if action.op is Op.F and part == 0 else reads["inputs"])[at] = lease.slot
+            if action.op is not Op.F:
                 reads["gradients"][at] = slots.gradients[Task(Op.B, part, action.microbatch, 0)].slot
             if sent := _sent(action, part, schedule.num_parts):
                 buffer, task = sent
@@ -92,8 +78,9 @@ class Program:
                 if shift:
                     hops[shift].add((stage, to.stage))
         return cls(
-            tuple(branches),
-            branch,
+            frozenset({Op.NOP, *(action.op for _, _, action in schedule.actions())}),
+            op,
+            parts,
             microbatch,
             chunk,
             reads,
@@ -102,12 +89,6 @@ class Program:
             {shift: tuple(sorted(pairs)) for shift, pairs in sorted(hops.items())},
             num_slots,
         )
-
-
-def _branch(action: Action, part: int, num_parts: int) -> Branch:
-    if action.op is Op.F:
-        return Branch(Op.F, part == 0, part == num_parts - 1)
-    return Branch(action.op, part == 0 and action.op is not Op.W)
 
 
 def _sent(action: Action, part: int, num_parts: int) -> tuple[Buffer, Task] | None:
