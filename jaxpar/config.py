@@ -103,16 +103,21 @@ class ParallelConfig:
     """What the backward pass recomputes: none; full (all but each layer's input); every=K or sqrt (all but every K-th,
     or sqrt(layers)-th, layer's input); dots (all but matmuls); save=NAME,NAME (all but these); offload (as full,
     layers' inputs in the host's memory)."""
-    context_strategy: Annotated[str, _alias("context-strategy")] = "ring"
+    context_strategy: Annotated[str, _alias("context-strategy")] = "auto"
     """How attention sees across the parts of a sequence cut over `context`: ring, ulysses, allgather, or hybrid=RxU, a
-    ring of R groups of U that exchange tokens for heads."""
+    ring of R groups of U that exchange tokens for heads; auto: ring, under `pipe` allgather."""
     context_order: Annotated[Literal["zigzag", "contiguous", "striped"], _alias("context-order")] = "zigzag"
     """How the sequence lies over `context`; zigzag and striped give every rank equal causal work."""
     attention: Annotated[Literal["auto", "tiled", "cudnn", "splash"], _alias("attention")] = "auto"
     """Kernel for a device that has the whole sequence; auto: cuDNN's on NVIDIA GPUs, splash attention on TPUs, where
     their limits allow, else plain JAX in tiles."""
-    grad_accumulation: Annotated[int, _alias("grad-accumulation")] = 1
-    """Microbatches per step; gradients are summed over `data` once, after the last."""
+    grad_accumulation: Annotated[int, _alias("grad-accumulation", "microbatches")] = 1
+    """Microbatches per step, the pipeline's under `pipe`; gradients are summed over `data` once, after the last."""
+    pipeline: Annotated[str, _alias("pipeline")] = "1f1b"
+    """Schedule of the microbatches through the stages of `pipe`: gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2; with chunks
+    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v. `jaxpar schedule` draws them."""
+    chunks: Annotated[int, _alias("chunks")] = 1
+    """Parts of the model that a stage of `pipe` holds, each of as many layers."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,7 @@ class Config:
             ("--seq-len", self.data.seq_len, 1, None),
             ("--steps", self.run.steps, 1, None),
             ("--grad-accumulation", self.parallel.grad_accumulation, 1, None),
+            ("--chunks", self.parallel.chunks, 1, None),
             ("--emulate", self.run.emulate, 0, MAX_EMULATED),
             ("--seed", self.run.seed, 0, 2**32 - 1),
             ("--checkpoint-every", self.run.checkpoint_every, 0, None),

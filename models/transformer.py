@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
@@ -26,9 +27,17 @@ def _rows_then_zeros(init: Initializer, num_rows: int, dim: int) -> Initializer:
 
 
 class Transformer(nnx.Module):
-    """A decoder-only language model; `padded_vocab` is the layout's, the config's vocab_size the true one."""
+    """A decoder-only language model; `padded_vocab` is the layout's, the config's vocab_size the true one;
+    `layer_order` says which layer stands where in the stack."""
 
-    def __init__(self, config: ModelConfig, padded_vocab: int, key: jax.Array, dtype: jnp.dtype):
+    def __init__(
+        self,
+        config: ModelConfig,
+        padded_vocab: int,
+        layer_order: Int[np.ndarray, " L"],
+        key: jax.Array,
+        dtype: jnp.dtype,
+    ):
         self.config = config.check()
         rngs = nnx.Rngs(params=key)
         init = normal(config.init_std)
@@ -53,27 +62,28 @@ class Transformer(nnx.Module):
                 dtype,
             )
         # A layer's key is folded from its global index: it does not depend on how many layers there are, or where.
-        layer_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rngs.params(), jnp.arange(config.num_layers))
+        layer_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rngs.params(), jnp.asarray(layer_order))
         self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key), dtype))(layer_keys)
 
-    def hidden(self, batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
-        """The normalised output of the last block, in the residual stream's type."""
+    def embed(self, batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
+        """The input of the first block, in the residual stream."""
         x = layout.lookup(self.embedding, batch.tokens)
-        rope = None
-        if self.config.positions == "learned":
-            x = x + layout.lookup(self.position_embedding, batch.positions)
-        else:
-            rope = Rope.at(self.config, batch.positions, x.dtype)
-        tokens = layout.sequence(batch)
-        graph, blocks = nnx.split(self.blocks)
-        x = layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, tokens, layout), blocks, x)
-        return self.final_norm(x, layout)
+        return x + layout.lookup(self.position_embedding, batch.positions) if self._has_learned_positions else x
 
-    def loss(self, batch: Batch, layout: Layout, objective: Objective) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """(sum(loss_weights * objective), sum(loss_weights * cross-entropy)): the caller has divided the weights by the
-        step's count of tokens."""
+    def stack(self, blocks: PyTree, x: Float[Array, "B S D"], batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
+        """Through some of the blocks, which are given as their parameters, stacked."""
+        rope = None if self._has_learned_positions else Rope.at(self.config, batch.positions, x.dtype)
+        tokens = layout.sequence(batch)
+        graph = nnx.graphdef(self.blocks)
+        return layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, tokens, layout), blocks, x)
+
+    def head_loss(
+        self, x: Float[Array, "B S D"], batch: Batch, layout: Layout, objective: Objective
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """(sum(loss_weights * objective), sum(loss_weights * cross-entropy)) of the last block's output: the caller has
+        divided the weights by the step's count of tokens."""
         return layout.cross_entropy(
-            self.hidden(batch, layout),
+            self.final_norm(x, layout),
             self._head(layout),
             batch.targets,
             batch.loss_weights,
@@ -81,11 +91,25 @@ class Transformer(nnx.Module):
             objective,
         )
 
+    def hidden(self, batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
+        """The output of the last block."""
+        return layout.through_stages(
+            lambda blocks, x: self.stack(blocks, x, batch, layout), nnx.state(self.blocks), self.embed(batch, layout)
+        )
+
+    def loss(self, batch: Batch, layout: Layout, objective: Objective) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """`head_loss` of all blocks."""
+        return self.head_loss(self.hidden(batch, layout), batch, layout, objective)
+
     def logits_at(self, batch: Batch, place: Int[Array, ""], layout: Layout) -> Float[Array, "B V"]:
         """Scores of the token after that at a place of the arrays, in at least float32; padding scores -inf."""
-        logits = layout.logits_at(self.hidden(batch, layout), self._head(layout), place)
+        logits = layout.logits_at(self.final_norm(self.hidden(batch, layout), layout), self._head(layout), place)
         in_vocab = jnp.arange(logits.shape[1]) < self.config.vocab_size
         return jnp.where(in_vocab[None], logits.astype(widened(logits.dtype)), -jnp.inf)
+
+    @property
+    def _has_learned_positions(self) -> bool:
+        return self.config.positions == "learned"
 
     def _head(self, layout: Layout) -> Float[Array, "D V"]:
         if self.config.tie_embeddings:

@@ -8,6 +8,7 @@ A strategy that is only a mapping is rows here and nothing else:
     hybrid sharded (HSDP)    both: FSDP within `data`'s groups, replicas across them         (arXiv 2304.11277, §3.2.2)
     tensor parallel (TP)     heads, mlp, vocab over `tensor`, column then row                (arXiv 1909.08053, §3)
     sequence parallel (SP)   the residual stream's seq over `tensor` too                     (arXiv 2205.05198, §4.2)
+    pipeline parallel (PP)   layers over `pipe`, see pipeline/executor.py                    (arXiv 1811.06965)
 """
 
 import functools
@@ -28,7 +29,7 @@ VOCAB_MULTIPLE = 256
 
 PARAMETER_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "layers": (),
+        "layers": ("pipe",),
         # Context and expert ranks hold no copies either. Axes that a strategy may make manual come first.
         "embed": ("expert", "context", "fsdp"),
         "heads": ("tensor",),

@@ -43,6 +43,8 @@ from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import permutation
 from jaxpar.parallel.parameter import Parameter
+from jaxpar.parallel.pipeline import executor
+from jaxpar.parallel.pipeline.schedule import Schedule
 from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
 from jaxpar.parallel.vocab import Objective
 from jaxpar.parallel.zero import Weight
@@ -74,6 +76,8 @@ class Layout:
     """Whether sequences hold documents that attend to themselves alone: rounds of a ring may then be left out."""
     is_fp8: bool = False
     """Whether the layers' matmuls round their operands to 8-bit floats."""
+    schedule: Schedule | None = None
+    """Of a step's microbatches through the stages that `pipe` cuts the layers into; None where it does not."""
 
     @classmethod
     def single(cls, dtype: jnp.dtype, remat: Remat = NONE) -> "Layout":
@@ -122,7 +126,8 @@ class Layout:
         """The mesh axes over which a gradient stays unsummed until the step's last microbatch.
 
         Those that cut the activation dims which the gradient sums over (where they divide their sizes), less those that
-        cut the parameter itself, where the sum is a reduce-scatter in the backward pass.
+        cut the parameter itself, where the sum is a reduce-scatter in the backward pass. Under `pipe` a stage's
+        gradients by what is no layer's are addends too.
         """
         cut = (
             axis
@@ -130,7 +135,7 @@ class Layout:
             for axis in mesh_axes(self.spec(name))
             if size is None or size % self.axis_size(axis) == 0
         )
-        return self.present(frozenset(cut) - mesh_axes(spec))
+        return self.present(frozenset({*cut, executor.AXIS}) - mesh_axes(spec))
 
     def sharding(self, spec: P) -> NamedSharding | None:
         return NamedSharding(self.mesh, spec) if self.mesh is not None else None
@@ -153,6 +158,18 @@ class Layout:
     def sequence_order(self, seq_len: int) -> Int[np.ndarray, " S"]:
         """Which token of a sequence lies at each place of a batch's arrays."""
         return permutation(self.context.order, seq_len, self.axis_size("context"))
+
+    def layer_order(self, num_layers: int) -> Int[np.ndarray, " L"]:
+        """Which of the model's layers lies at each place of its stacked parameters: a stage's chunks side by side."""
+        if self.schedule is None:
+            return np.arange(num_layers)
+        size = num_layers // self.schedule.num_parts
+        parts = [
+            self.schedule.part(stage, chunk)
+            for stage in range(self.schedule.num_stages)
+            for chunk in range(self.schedule.num_chunks)
+        ]
+        return np.concatenate([np.arange(part * size, (part + 1) * size) for part in parts])
 
     def check_divisible(self, size: int, name: str, what: str, num_microbatches: int = 1, unit: int = 1) -> None:
         """Raise ValueError where an activation's logical axis `name`, of `size` in all microbatches together, cannot
@@ -215,7 +232,8 @@ class Layout:
 
     @property
     def _fp8_axes(self) -> tuple[str, ...] | None:
-        return self.present(MESH_AXES) if self.is_fp8 else None
+        # Stages are at different layers.
+        return self.present([axis for axis in MESH_AXES if axis != executor.AXIS]) if self.is_fp8 else None
 
     def scale(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x * vector over x's last dims, the vector's gradient left unsummed over the axes that it is owed over."""
@@ -262,6 +280,12 @@ class Layout:
     def layers(self, block: Callable, stacked: PyTree, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """block(params of one layer, x) for every layer: `stacked` has a leading layers dim on each leaf."""
         return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward)
+
+    def through_stages(
+        self, stack: Callable[[PyTree, Array], Array], stacked: PyTree, x: Float[Array, "B S D"]
+    ) -> Float[Array, "B S D"]:
+        """stack(layers, x) from the first stage to the last, without a backward pass."""
+        return stack(stacked, x) if self.schedule is None else executor.relay(self.schedule, stack, stacked, x)
 
     def lookup(self, table: Parameter, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Rows of an embedding table, in compute dtype, in the residual stream; the table is not gathered."""

@@ -79,6 +79,14 @@ def step_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
 _Flow = tuple[Sequence[str] | frozenset[str], str, int]
 
 
+def pipeline_traffic(config: ModelConfig, settings: TrafficSettings, hops: int) -> Traffic:
+    """What stages send each other, in so many permutes of one microbatch's activation. What else a step moves depends
+    on which of a tick's branches a stage takes, and is in no formula yet."""
+    part = settings.mesh["tensor"] if settings.sequence_parallel else 1
+    tokens = settings.batch_size * settings.seq_len // settings.num_microbatches // _size(settings, TOKEN_AXES)
+    return {"pipe": {"collective-permute": hops * tokens // part * config.embed_dim * settings.compute_bytes}}
+
+
 def _weights(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
     """FSDP's gathers and reduce-scatters, and the sums that are left to the end of the step."""
     for parameter in _parameters(config, settings):

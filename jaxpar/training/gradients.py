@@ -57,7 +57,9 @@ def _local(model: Model, weights: PyTree, batch: Batch, scale: Array) -> tuple[A
         (_, loss), grads = value_and_grad(by, microbatch)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads)), None
 
-    if batch.tokens.shape[0] == 1:
+    if layout.schedule is not None:
+        loss, grads = model.through_pipeline(by, batch)
+    elif batch.tokens.shape[0] == 1:
         (_, loss), grads = value_and_grad(by, jax.tree.map(lambda x: x[0], batch))
     else:
         zeros = jnp.zeros((), wide), jax.tree.map(lambda x: jnp.zeros(x.shape, wide), by)

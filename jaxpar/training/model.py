@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxpar.parallel import zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.vocab import Objective
 from models.config import ModelConfig
 from models.transformer import Transformer
@@ -38,7 +39,9 @@ class Model:
         return nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
 
     def _build(self, key: jax.Array) -> Transformer:
-        return Transformer(self.config, self.layout.padded_vocab(self.config.vocab_size), key, self.dtype)
+        layout, config = self.layout, self.config
+        padded_vocab, layer_order = layout.padded_vocab(config.vocab_size), layout.layer_order(config.num_layers)
+        return Transformer(config, padded_vocab, layer_order, key, self.dtype)
 
     def _module(self, params: PyTree) -> Transformer:
         graph, state = self._abstract
@@ -121,6 +124,24 @@ class Model:
         """(what is minimised, the cross-entropy alone), sums over the batch's loss_weights; in the layout's region, of
         this rank's tokens."""
         return self._module(params).loss(batch, self.layout, self.objective)
+
+    def through_pipeline(self, params: PyTree, batch: Batch, fill: float = 0.0) -> tuple[Float[Array, ""], PyTree]:
+        """(cross-entropy, gradients) of a step's microbatches [M, B, S] by the layout's schedule; in its region. For
+        `fill` see executor.run."""
+        layout, blocks = self.layout, params["blocks"]
+        ends = {name: tree for name, tree in params.items() if name != "blocks"}
+        assert layout.schedule is not None
+
+        def module(ends: PyTree) -> Transformer:
+            return self._module({**ends, "blocks": blocks})
+
+        functions = executor.Functions(
+            embed=lambda ends, microbatch: module(ends).embed(microbatch, layout),
+            stage=lambda blocks, x, microbatch: module(ends).stack(nnx.State(blocks), x, microbatch, layout),
+            head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
+        )
+        loss, by_ends, by_blocks = executor.run(layout.schedule, functions, ends, blocks, batch, fill)
+        return loss, {**by_ends, "blocks": by_blocks}
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
         """Of arrays on the mesh [B, S]."""

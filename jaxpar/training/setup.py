@@ -13,13 +13,15 @@ from jaxpar.parallel.axes import mesh_axes
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import multiple
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.pipeline import kinds
+from jaxpar.parallel.pipeline.kinds import KINDS
+from jaxpar.parallel.pipeline.schedule import Schedule
+from jaxpar.parallel.pipeline.validate import validate
 from jaxpar.parallel.remat import Remat, check_offload
 from jaxpar.parallel.vocab import Objective
 from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
 from meshes import build_mesh
-
-_NOT_YET = {"pipe": "pipeline parallelism"}
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -32,27 +34,56 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     mesh cannot cut."""
     dtypes = Precision.of(config.run)
     parallel = config.parallel
+    sizes = mesh.shape if mesh is not None else {"pipe": 1, "context": 1}
+    schedule = make_schedule(config, sizes["pipe"])
+    num_parts = schedule.num_parts if schedule is not None else 1
+    strategy = parallel.context_strategy if mesh is not None else "auto"
     layout = Layout(
         mesh=mesh,
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
         sequence_parallel=parallel.sequence_parallel,
         reshard_after_forward=parallel.reshard_after_forward,
-        remat=Remat.parse(parallel.remat, config.model.num_layers),
+        remat=Remat.parse(parallel.remat, config.model.num_layers // num_parts),
         zero=parallel.zero,
-        context=ContextStrategy()
-        if mesh is None
-        else ContextStrategy.parse(parallel.context_strategy, parallel.context_order, mesh.shape["context"]),
+        context=ContextStrategy.parse(strategy, parallel.context_order, sizes["context"], sizes["pipe"]),
         packs_documents=config.data.pack_documents,
-        attention_kernel=_attention_kernel(config, dtypes.compute, mesh.shape["context"])
-        if mesh is not None
-        else "tiled",
+        attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
         is_fp8=config.run.matmul == "fp8",
+        schedule=schedule,
     )
     check(config, layout)
     return Model(
         config.model, layout, dtypes.params, Objective(config.optimizer.z_loss, config.optimizer.label_smoothing)
     )
+
+
+def make_schedule(config: Config, num_stages: int) -> Schedule | None:
+    """Of the config's pipeline; None for one stage. Raises ValueError for what cannot run, or not on so many."""
+    if num_stages == 1:
+        return None
+    parallel, num_layers = config.parallel, config.model.num_layers
+    kind = KINDS.get(parallel.pipeline)
+    if kind and (kind.needs_slices or not kind.synchronous):
+        works = ", ".join(name for name, kind in KINDS.items() if kind.synchronous and not kind.needs_slices)
+        raise ValueError(
+            f"--pipeline {parallel.pipeline} can be drawn and simulated, but not run yet; these can: {works}"
+        )
+    schedule = kinds.make(
+        parallel.pipeline, num_stages, parallel.grad_accumulation, parallel.chunks if parallel.chunks > 1 else None
+    )
+    if num_layers % schedule.num_parts:
+        chunks = f" x {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+        parts = schedule.num_parts
+        nearest = [n for n in (num_layers // parts * parts, -(-num_layers // parts) * parts) if n]
+        raise ValueError(
+            f"--model.num-layers {num_layers} is not divisible by pipe={num_stages}{chunks}; the nearest that is: "
+            f"{' or '.join(map(str, nearest))}"
+        )
+    if parallel.zero == 2:
+        raise ValueError(f"--zero 2 does not go with pipe={num_stages}, which keeps a step's gradients; take 1 or 3")
+    validate(schedule)
+    return schedule
 
 
 def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int) -> Kernel:
@@ -72,9 +103,6 @@ def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int) 
 
 def check(config: Config, layout: Layout) -> None:
     """Raise ValueError, in one line, for the first size that the layout cannot cut into equal parts."""
-    for axis, what in _NOT_YET.items():
-        if layout.axis_size(axis) > 1:
-            raise ValueError(f"--mesh has {axis}={layout.axis_size(axis)}, but there is no {what} yet; set {axis}=1")
     if layout.mesh is not None:
         check_offload(layout.remat, layout.mesh.devices.flat[0])
     layout.check_divisible(config.data.batch_size, "batch", "--batch-size", config.parallel.grad_accumulation)

@@ -26,9 +26,19 @@ class ContextStrategy:
     """Most queries, and most keys, of a tile."""
 
     @classmethod
-    def parse(cls, text: str, order: Order, ranks: int) -> "ContextStrategy":
-        """`ring`, `ulysses`, `allgather` or `hybrid=RxU` with R x U = ranks. Raises ValueError."""
+    def parse(cls, text: str, order: Order, ranks: int, num_stages: int = 1) -> "ContextStrategy":
+        """`auto`, `ring`, `ulysses`, `allgather` or `hybrid=RxU` with R x U = ranks. Raises ValueError.
+
+        Under `pipe` nothing may be sent around a ring, see pipeline/executor.py: auto is allgather there.
+        """
+        if text == "auto":
+            text = "ring" if num_stages == 1 else "allgather"
         kind, _, factors = text.partition("=")
+        if num_stages > 1 and ranks > 1 and kind in ("ring", "hybrid"):
+            raise ValueError(
+                f"--context-strategy {text} sends around a ring, which cannot be done while the stages of "
+                f"pipe={num_stages} are at different branches; take allgather or ulysses"
+            )
         if kind == "hybrid":
             r, _, u = factors.partition("x")
             if not (r.isdigit() and u.isdigit()) or int(r) * int(u) != ranks:
@@ -43,7 +53,8 @@ class ContextStrategy:
             "allgather": cls(kind="allgather", order=order),
         }
         if text not in strategies:
-            raise ValueError(f"--context-strategy {text}: it must be one of {', '.join(strategies)} or hybrid=RxU")
+            known = ", ".join(["auto", *strategies])
+            raise ValueError(f"--context-strategy {text}: it must be one of {known} or hybrid=RxU")
         return strategies[text]
 
     def block_of(self, seq_len: int, ranks: int) -> int:

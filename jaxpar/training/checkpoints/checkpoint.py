@@ -1,7 +1,7 @@
 """Checkpoints, through Orbax: the one file that knows it.
 
 What is written does not depend on the mesh: every parameter has its true size, padding of the vocabulary cut off, and
-arrays stand in one flat dict by their path in the state. So any mesh reads what any other wrote.
+its layers in order; arrays stand in one flat dict by their path in the state. So any mesh reads what any other wrote.
 
 A checkpoint is written under another name, its digests are taken, and then it is given its own: <step> is a whole
 checkpoint, or was damaged since.
@@ -33,6 +33,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxpar import toml
 from jaxpar.config import Config
+from jaxpar.parallel.axes import mesh_axes
 from jaxpar.training.checkpoints import integrity
 from jaxpar.training.distributed.processes import from_each, from_first
 from jaxpar.training.model import Model
@@ -66,6 +67,7 @@ class Checkpoints:
         self.last_saved: int | None = None
         """The step of the newest whole checkpoint that this object wrote or restored."""
         self._shapes = _true_shapes(model, optimizer)
+        self._layer_order = model.layout.layer_order(model.config.num_layers)
         self._verified: int | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -109,7 +111,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._clear()
             arrays = {
-                path: _cut(leaf, self._shapes[path])
+                path: _cut(self._reordered(leaf, np.argsort(self._layer_order)), self._shapes[path])
                 for path, leaf in _flat(dataclasses.replace(state, whole=None)).items()
             }
             written = ocp.save_async(self._unfinished(step), arrays, overwrite=True, custom_metadata=metadata)
@@ -144,12 +146,22 @@ class Checkpoints:
                 "with --no-resume"
             )
         arrays = ocp.load(path, stored)
-        leaves = [_pad(arrays[name], leaf) for name, leaf in _flat(abstract).items()]
+        leaves = [
+            self._reordered(_pad(arrays[name], leaf), self._layer_order) for name, leaf in _flat(abstract).items()
+        ]
         state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         if int(state.step) != step:
             raise ValueError(f"checkpoint {path} is of step {int(state.step)}; rename it so, or move it away")
         self.last_saved = step
         return with_whole_weights(self.model, state)
+
+    def _reordered(self, leaf: Array, order: np.ndarray) -> Array:
+        """The leaf with its layers in that order: they are what is cut over `pipe`."""
+        sharding = leaf.sharding
+        is_stacked = isinstance(sharding, NamedSharding) and "pipe" in mesh_axes(sharding.spec)
+        if not is_stacked or np.array_equal(order, np.arange(order.size)):
+            return leaf
+        return jax.jit(lambda leaf: leaf.at[order].get(out_sharding=sharding))(leaf)
 
     def _unfinished(self, step: int) -> Path:
         return self.directory / f"{step}.unfinished"

@@ -1,0 +1,203 @@
+"""Pipeline parallelism: any schedule, in one loop over its ticks (GPipe, arXiv 1811.06965; 1F1B, arXiv 2006.09503).
+
+Splits: the layers over `pipe`, P stages of C chunks each; every rank of a stage runs the same branch of a tick. What an
+action makes hops to its neighbour by a permute outside of the branches, and lies in a buffer of the schedule's own
+size until it is used. A backward pass computes its chunk's forward pass again.
+Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank, in compute dtype:
+    collective-permute  A per tick and direction, whether the tick sends anything or not
+    all-reduce          the gradients of embedding, final norm and head, which only the ends of the model have, once
+Within a branch only collectives among the ranks of one stage are right: stages are at different branches then, and a
+permute is one operation of all devices. So attention under `context` gathers or exchanges, and never sends around.
+Limits: what is a whole number of layers per chunk.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from jaxpar.numerics import widened
+from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline.schedule import Op, Schedule
+
+AXIS = "pipe"
+
+
+@dataclass(frozen=True)
+class Functions:
+    """A model in three pieces. `ends` are the parameters of the first and the last."""
+
+    embed: Callable[..., Float[Array, "B S D"]]
+    """(ends, microbatch=)"""
+    stage: Callable[..., Float[Array, "B S D"]]
+    """(layers of one chunk, input, microbatch=)"""
+    head: Callable[..., tuple[Float[Array, ""], Float[Array, ""]]]
+    """(ends, output of the last layer, microbatch=) -> (what is minimised, what is reported), sums over tokens"""
+
+
+def run(
+    schedule: Schedule, functions: Functions, ends: PyTree, layers: PyTree, batch: PyTree, fill: float = 0.0
+) -> tuple[Float[Array, ""], PyTree, PyTree]:
+    """(what is reported, its sum over the microbatches; gradients by ends; by layers), in at least float32; in a region
+    that is manual over `pipe`.
+
+    A rank holds `layers` [C x layers per chunk, ...], chunk by chunk. Gradients by `ends` are left unsummed over
+    `pipe`. `batch` has leading dim M; `fill` is what lies in slots that hold nothing.
+    """
+    program = Program.of(schedule)
+    stage, layers = lax.axis_index(AXIS), _by_chunk(layers, schedule.num_chunks)
+    activation = jax.eval_shape(functions.embed, ends, microbatch=_at(batch, 0))
+    reported = jax.eval_shape(functions.head, ends, activation, microbatch=_at(batch, 0))[1]
+
+    def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
+        buffers, sums = carry
+        row = jax.tree.map(lambda column: column[stage], rows)
+        x, dy = (_at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
+        microbatch = _at(batch, row["microbatch"])
+        x, made, sums = _act(functions, program.ops, fill, ends, layers, row, microbatch, x, dy, sums)
+        arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
+        buffers = dict(buffers, inputs=_put(buffers["inputs"], x, row["looked_up"]))
+        for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
+            buffers[name] = _put(buffers[name], arrived.get(shift, made), slot)
+        return (buffers, sums), None
+
+    def zeros(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, widened(leaf.dtype)), tree)
+
+    buffers = {
+        name: jnp.full((count + 1, *activation.shape), fill, activation.dtype)
+        for name, count in program.num_slots.items()
+    }
+    rows = {
+        "op": program.op,
+        "part": program.part,
+        "is_last": program.part == schedule.num_parts - 1,
+        "chunk": program.chunk,
+        "microbatch": program.microbatch,
+        "slots": dict(program.slots),
+        "looked_up": program.looked_up,
+        "arrivals": tuple(program.arrivals.values()),
+    }
+    start = buffers, (zeros(reported), zeros(ends), zeros(layers))
+    (_, (loss, by_ends, by_layers)), _ = lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))
+    by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), by_layers)
+    return lax.psum(loss, AXIS), by_ends, by_layers
+
+
+def _act(
+    functions: Functions,
+    ops: frozenset[Op],
+    fill: float,
+    ends: PyTree,
+    layers: PyTree,
+    row: dict[str, Any],
+    microbatch: PyTree,
+    x: Array,
+    dy: Array,
+    sums: tuple[Array, PyTree, PyTree],
+) -> tuple[Array, Array, tuple[Array, PyTree, PyTree]]:
+    """A stage's tick: (its input, what it sends on, sums).
+
+    Sums pass through conditionals of two branches, the first of which leaves them alone: those XLA updates in place,
+    where it copies what passes through a switch.
+    """
+    loss, by_ends, by_layers = sums
+    op, is_first, is_last = row["op"], row["part"] == 0, row["is_last"]
+    embed, stage, head = (partial(f, microbatch=microbatch) for f in (functions.embed, functions.stage, functions.head))
+    nothing = jnp.full(x.shape, fill, x.dtype)
+
+    def own() -> PyTree:
+        return _at(layers, row["chunk"])
+
+    def of_input(x: Array, dy: Array) -> Array:
+        weights = own()
+        return jax.vjp(lambda x: stage(weights, x), x)[1](dy)[0]
+
+    def of_both(x: Array, dy: Array) -> tuple[Array, PyTree]:
+        by_own, dx = jax.vjp(stage, own(), x)[1](dy)
+        return dx, by_own
+
+    def of_weights(x: Array, dy: Array) -> tuple[Array, PyTree]:
+        return nothing, jax.vjp(lambda own: stage(own, x), own())[1](dy)[0]
+
+    def add_layers(made: Array, by_layers: PyTree) -> tuple[Array, PyTree]:
+        made, by_own = _choose(op, {o: f for o, f in ((Op.BW, of_both), (Op.W, of_weights)) if o in ops}, x, dy)
+        return made, _add_at(by_layers, by_own, row["chunk"])
+
+    def add_head(y: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
+        minimised, pull, reported = jax.vjp(head, ends, y, has_aux=True)
+        of_ends, dy = pull(jnp.ones_like(minimised))
+        return dy, loss + reported.astype(loss.dtype), _add(by_ends, of_ends)
+
+    def add_embedding(by_ends: PyTree) -> PyTree:
+        return _add(by_ends, jax.vjp(embed, ends)[1](made)[0])
+
+    is_forward, gives_input, gives_weights = op == Op.F, (op == Op.B) | (op == Op.BW), (op == Op.W) | (op == Op.BW)
+    x = _when(is_forward & is_first, lambda x: embed(ends), x)
+    light = {Op.NOP: lambda x, dy: nothing, Op.F: lambda x, dy: stage(own(), x), Op.B: of_input}
+    made = _choose(op, {o: f for o, f in light.items() if o in ops}, x, dy)
+    made, by_layers = _when(gives_weights, add_layers, made, by_layers)
+    made, loss, by_ends = _when(is_forward & is_last, add_head, made, loss, by_ends)
+    by_ends = _when(gives_input & is_first, add_embedding, by_ends)
+    return x, made, (loss, by_ends, by_layers)
+
+
+def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
+    """change(*operands), or the operands."""
+    return lax.cond(condition, change, lambda *same: same if len(same) > 1 else same[0], *operands)
+
+
+def _choose(op: Array, functions: Mapping[Op, Callable], *operands: Array) -> Any:
+    """The op's function of the operands, or the first one where it has none."""
+    index = sum((op == each).astype(jnp.int32) * i for i, each in enumerate(functions))
+    return lax.switch(index, list(functions.values()), *operands)
+
+
+def relay(schedule: Schedule, stack: Callable[[PyTree, Array], Array], layers: PyTree, x: Array) -> Array:
+    """stack(layers of a chunk, x) from the first part to the last, one stage at work at a time, the others idle: for
+    evaluation and sampling. The result is on all stages."""
+    layers = _by_chunk(layers, schedule.num_chunks)
+    places = [schedule.locate(part) for part in range(schedule.num_parts)]
+
+    def part(x: Array, place: tuple[Array, Array]) -> tuple[Array, None]:
+        stage, chunk = place
+        y = stack(_at(layers, chunk), x)
+        return lax.psum(jnp.where(lax.axis_index(AXIS) == stage, y, jnp.zeros((), y.dtype)), AXIS), None
+
+    stages, chunks = (jnp.array(numbers, jnp.int32) for numbers in zip(*places))
+    return lax.scan(part, x, (stages, chunks))[0]
+
+
+def _by_chunk(layers: PyTree, num_chunks: int) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.reshape(num_chunks, -1, *leaf.shape[1:]), layers)
+
+
+def _at(tree: PyTree, index: Any) -> PyTree:
+    """Each leaf's part at an index of its first dim; the only one as it is, uncopied."""
+
+    def at(leaf: Array) -> Array:
+        if leaf.shape[0] == 1:
+            return leaf[0]
+        return lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+    return jax.tree.map(at, tree)
+
+
+def _put(buffer: Array, value: Array, index: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(buffer, value, index, 0)
+
+
+def _add(totals: PyTree, addends: PyTree) -> PyTree:
+    return jax.tree.map(lambda total, addend: total + addend.astype(total.dtype), totals, addends)
+
+
+def _add_at(totals: PyTree, addends: PyTree, chunk: Array) -> PyTree:
+    """To the parts at a chunk."""
+    return jax.tree.map(
+        lambda total, addend: _put(total, _at(total, chunk) + addend.astype(total.dtype), chunk), totals, addends
+    )

@@ -1,0 +1,102 @@
+"""A schedule as numbers that a loop over ticks can go by: tick x stage -> operation, microbatch, chunk, and slots."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxpar.parallel.pipeline.schedule import Action, Op, Schedule, Task
+from jaxpar.parallel.pipeline.validate import Lease, assign_slots
+
+Buffer = Literal["inputs", "gradients"]
+Table = Int[np.ndarray, "T P"]
+
+
+class Arrival(NamedTuple):
+    """What comes from the stage so many places before (around the ring), into a buffer."""
+
+    shift: int
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Program:
+    """A slot's number past a buffer's last is a place for what nobody reads."""
+
+    ops: frozenset[Op]
+    """All that there are, NOP among them."""
+    op: Table
+    part: Table
+    microbatch: Table
+    chunk: Table
+    slots: Mapping[Buffer, Table]
+    """Of the part's input and of its output's gradient, to read."""
+    looked_up: Table
+    """The slot in which the first part keeps its own input."""
+    arrivals: Mapping[Arrival, Table]
+    """The slot in which to put, at the end of a tick, what was sent in it."""
+    hops: Mapping[int, tuple[tuple[int, int], ...]]
+    """The pairs of stages (from, to) that are so many places apart, other than 0, and send."""
+    num_slots: Mapping[Buffer, int]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Program":
+        """Of a valid schedule without token slices."""
+        assert schedule.num_slices == 1
+        slots = assign_slots(schedule)
+        num_slots: dict[Buffer, int] = {
+            "inputs": max(slots.count(slots.inputs, schedule.num_stages)),
+            "gradients": max(slots.count(slots.gradients, schedule.num_stages)),
+        }
+        shape = schedule.num_ticks, schedule.num_stages
+
+        def unused(buffer: Buffer) -> Table:
+            return np.full(shape, num_slots[buffer], np.int32)
+
+        op, parts, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(4))
+        reads: dict[Buffer, Table] = {"inputs": unused("inputs"), "gradients": unused("gradients")}
+        looked_up = unused("inputs")
+        arrivals: dict[Arrival, Table] = {}
+        hops: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+
+        for tick, stage, action in schedule.actions():
+            at, part = (tick, stage), schedule.part(stage, action.chunk)
+            op[at], parts[at], microbatch[at], chunk[at] = action.op, part, action.microbatch, action.chunk
+            lease = slots.inputs[Task(Op.F, part, action.microbatch, 0)]
+            (looked_up if action.op is Op.F and part == 0 else reads["inputs"])[at] = lease.slot
+            if action.op is not Op.F:
+                reads["gradients"][at] = slots.gradients[Task(Op.B, part, action.microbatch, 0)].slot
+            if sent := _sent(action, part, schedule.num_parts):
+                buffer, task = sent
+                leases: dict[Task, Lease] = getattr(slots, buffer)
+                to = leases[task]
+                shift = (to.stage - stage) % schedule.num_stages
+                arrivals.setdefault(Arrival(shift, buffer), unused(buffer))[tick, to.stage] = to.slot
+                if shift:
+                    hops[shift].add((stage, to.stage))
+        return cls(
+            frozenset({Op.NOP, *(action.op for _, _, action in schedule.actions())}),
+            op,
+            parts,
+            microbatch,
+            chunk,
+            reads,
+            looked_up,
+            arrivals,
+            {shift: tuple(sorted(pairs)) for shift, pairs in sorted(hops.items())},
+            num_slots,
+        )
+
+
+def _sent(action: Action, part: int, num_parts: int) -> tuple[Buffer, Task] | None:
+    """Who waits for what an action makes: the last part's forward pass makes the gradient of its own output."""
+    if action.op is Op.F:
+        if part < num_parts - 1:
+            return "inputs", Task(Op.F, part + 1, action.microbatch, 0)
+        return "gradients", Task(Op.B, part, action.microbatch, 0)
+    if action.op is Op.W or part == 0:
+        return None
+    return "gradients", Task(Op.B, part - 1, action.microbatch, 0)

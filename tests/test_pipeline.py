@@ -1,0 +1,163 @@
+"""The pipeline's executor: every schedule that runs gives the numbers of one device, does what its table says and no
+more, and lets nothing out of a slot that holds nothing."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_ladder import check_same, config
+
+from jaxpar.parallel.pipeline import executor
+from jaxpar.parallel.pipeline.kinds import KINDS, make
+from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline.schedule import Op
+from jaxpar.training import setup
+from meshes import build_mesh
+
+RUNS = [name for name, kind in KINDS.items() if kind.synchronous and not kind.needs_slices]
+
+
+def chunks_of(kind: str) -> int:
+    return KINDS[kind].chunks[0]
+
+
+def with_layers(num_layers: int, model: str, mesh: str = "", **parallel):
+    made = config(model, mesh, **parallel)
+    return dataclasses.replace(made, model=made.model.replace(num_layers=num_layers))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "model"),
+    [
+        ("pipe=2,fsdp=2,tensor=2", {"pipeline": "1f1b", "grad_accumulation": 4}, "qwen"),
+        ("data=2,pipe=2,tensor=2", {"pipeline": "zb-h1", "grad_accumulation": 2, "zero": 1}, "gpt2"),
+        ("pipe=4,context=2", {"pipeline": "gpipe", "grad_accumulation": 4, "sequence_parallel": False}, "tiny"),
+        ("pipe=2,context=2", {"pipeline": "interleaved-1f1b", "chunks": 2, "context_strategy": "ulysses"}, "tiny"),
+        ("pipe=2,fsdp=2", {"pipeline": "zb-v", "grad_accumulation": 4, "remat": "none"}, "tiny"),
+    ],
+)
+def test_training_is_that_of_one_device(mesh, parallel, model):
+    check_same(with_layers(4, model, mesh, **parallel), with_layers(4, model), 1e-9)
+
+
+# What the executor does with a model of its own: linear layers with a bend, over as many stages as a test asks for.
+
+WIDTH, ROWS = 4, 3
+
+
+def functions(count=lambda name: None) -> executor.Functions:
+    def layer(x, weight):
+        return jnp.sin(x @ weight), None
+
+    def stage(layers, x, microbatch):
+        count("stage")
+        return jax.lax.scan(layer, x, layers)[0]
+
+    def head(ends, x, microbatch):
+        loss = jnp.sum(microbatch["weights"][:, None] * jnp.square(x @ ends["head"]))
+        return loss, 2 * loss
+
+    return executor.Functions(lambda ends, microbatch: ends["table"][microbatch["ids"]], stage, head)
+
+
+def toy(num_layers: int, num_microbatches: int):
+    rng = np.random.default_rng(0)
+    ends = {"table": rng.normal(size=(5, WIDTH)), "head": rng.normal(size=(WIDTH, WIDTH))}
+    layers = rng.normal(size=(num_layers, WIDTH, WIDTH))
+    shape = num_microbatches, ROWS
+    return ends, layers, {"ids": rng.integers(0, 5, shape), "weights": rng.random(shape)}
+
+
+def by_pipeline(schedule, functions, ends, layers, batch, fill):
+    """(reported, gradients), layers in order."""
+    mesh = build_mesh(f"pipe={schedule.num_stages}", "", jax.devices()[: schedule.num_stages])
+    size = layers.shape[0] // schedule.num_parts
+    parts = [schedule.part(s, c) for s in range(schedule.num_stages) for c in range(schedule.num_chunks)]
+    order = np.concatenate([np.arange(part * size, (part + 1) * size) for part in parts])
+
+    def local(ends, layers, batch):
+        loss, by_ends, by_layers = executor.run(schedule, functions, ends, layers, batch, fill)
+        return loss, jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), by_layers
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(layers[order], NamedSharding(mesh, P("pipe")))
+        run = jax.shard_map(local, in_specs=(P(), P("pipe"), P()), out_specs=(P(), P(), P("pipe")), check_vma=False)
+        loss, by_ends, by_layers = jax.device_get(jax.jit(run)(ends, placed, batch))
+    return loss, by_ends, by_layers[np.argsort(order)]
+
+
+def by_one_device(ends, layers, batch):
+    parts = functions()
+
+    def loss(ends, layers):
+        def of(microbatch):
+            return parts.head(ends, parts.stage(layers, parts.embed(ends, microbatch), microbatch), microbatch)[0]
+
+        return jnp.sum(jax.lax.map(of, batch))
+
+    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(ends, layers)
+    return 2 * value, *grads
+
+
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 2), (4, 4), (4, 10)])
+def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches):
+    """Microbatches fewer than, as many as, more than the stages, and no multiple of them."""
+    schedule = make(kind, stages, microbatches, chunks_of(kind))
+    problem = toy(2 * schedule.num_parts, microbatches)
+    want = by_one_device(*problem)
+    got = by_pipeline(schedule, functions(), *problem, fill=np.nan)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.abs(b).max() > 1e-3
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_stage_runs_what_its_table_says_once(kind):
+    schedule = make(kind, 4, 6, chunks_of(kind))
+    program = Program.of(schedule)
+    for stage in range(4):
+        taken = Counter(map(Op, program.op[:, stage]))
+        each = 6 * schedule.num_chunks
+        assert taken[Op.F] == taken[Op.B] + taken[Op.BW] == taken[Op.W] + taken[Op.BW] == each
+        if kind in ("zb-h1", "zb-h2", "zb-v"):
+            assert taken[Op.BW] == 0
+
+
+def test_a_branch_runs_its_stage_once():
+    """Counted as the branches are traced; a backward pass traces its forward pass with it."""
+    calls = Counter()
+    schedule = make("zb-h1", 2, 3)
+    problem = toy(2, 3)
+    by_pipeline(schedule, functions(lambda name: calls.update([name])), *problem, fill=0.0)
+    assert calls["stage"] == 3
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "complaint"),
+    [
+        ("pipe=4", {}, "--model.num-layers 6 is not divisible by pipe=4; the nearest that is: 4 or 8"),
+        ("pipe=2", {"pipeline": "looped-bfs", "chunks": 2}, "not divisible by pipe=2 x 2 chunks"),
+        ("pipe=2", {"pipeline": "interleaved-1f1b"}, "needs 2 or more chunks per stage, none given"),
+        ("pipe=2", {"chunks": 3}, "1f1b needs exactly 1 chunk per stage, not 3; interleaved-1f1b and looped-bfs"),
+        ("pipe=2", {"pipeline": "pipedream"}, "can be drawn and simulated, but not run yet; these can: gpipe, 1f1b"),
+        ("pipe=2", {"pipeline": "terapipe"}, "can be drawn and simulated, but not run yet"),
+        ("pipe=2", {"pipeline": "1f1B"}, "did you mean 1f1b?"),
+        ("pipe=2", {"zero": 2}, "--zero 2 does not go with pipe=2"),
+        ("pipe=2", {"grad_accumulation": 3}, "--batch-size 16 is not divisible by 3 microbatches"),
+        ("pipe=2,context=2", {"context_strategy": "ring"}, "take allgather or ulysses"),
+        ("pipe=2,context=2", {"context_strategy": "hybrid=1x2"}, "take allgather or ulysses"),
+        ("pipe=2", {"remat": "every=4"}, "it takes a number of layers, 1 to 3"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_line(mesh, parallel, complaint):
+    asked = with_layers(6, "tiny", mesh, **parallel)
+    with pytest.raises(ValueError, match=r"--|needs|did you mean") as raised:
+        setup.make_model(asked, setup.make_mesh(asked, jax.devices()[: 4 if "," in mesh or "4" in mesh else 2]))
+    assert complaint in str(raised.value)
+    assert "\n" not in str(raised.value)
