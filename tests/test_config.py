@@ -142,7 +142,7 @@ def test_bad_files(tmp_path, text, message):
         ),
         ("context=4", ["--context-strategy", "star"], "it must be one of ring, ulysses, allgather or hybrid=RxU"),
         ("data=1", ["--attention", "splash"], "--attention splash: it does not run on cpu"),
-        ("pipe=2", [], "--mesh has pipe=2, but there is no pipeline parallelism yet; set pipe=1"),
+        ("pipe=3", [], "--model.num-layers 4 is not divisible by pipe=3; the nearest that is: 3 or 6"),
     ],
 )
 def test_sizes_that_a_mesh_cannot_cut(mesh, args, message):
