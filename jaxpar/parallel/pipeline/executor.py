@@ -103,12 +103,14 @@ def _act(
 ) -> tuple[Array, Array, tuple[Array, PyTree, PyTree]]:
     """A stage's tick: (its input, what it sends on, sums).
 
-    Sums pass through conditionals of two branches, the first of which leaves them alone: those XLA updates in place,
-    where it copies what passes through a switch.
+    Sums pass through conditionals of two branches, the first of which leaves them alone (see _when): those XLA updates
+    in place, where it copies what passes through a switch, in every branch.
     """
     loss, by_ends, by_layers = sums
     op, is_first, is_last = row["op"], row["part"] == 0, row["is_last"]
-    embed, stage, head = (partial(f, microbatch=microbatch) for f in (functions.embed, functions.stage, functions.head))
+    embed = partial(functions.embed, microbatch=microbatch)
+    stage = partial(functions.stage, microbatch=microbatch)
+    head = partial(functions.head, microbatch=microbatch)
     nothing = jnp.full(x.shape, fill, x.dtype)
 
     def own() -> PyTree:
@@ -148,8 +150,12 @@ def _act(
 
 
 def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
-    """change(*operands), or the operands."""
-    return lax.cond(condition, change, lambda *same: same if len(same) > 1 else same[0], *operands)
+    """change(*operands), or the operands.
+
+    XLA takes the first branch to come before the second: only where the first makes nothing new can the second write
+    over what both are given.
+    """
+    return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
 
 
 def _choose(op: Array, functions: Mapping[Op, Callable], *operands: Array) -> Any:
