@@ -2,6 +2,7 @@
 more, and lets nothing out of a slot that holds nothing."""
 
 import dataclasses
+import math
 from collections import Counter
 
 import jax
@@ -10,14 +11,20 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_ladder import check_same, config
+from test_ladder import check_same, config, num_devices
 
+from jaxpar import verify
+from jaxpar.audit import hlo
+from jaxpar.config import OptimizerConfig
 from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.kinds import KINDS, make
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.pipeline.schedule import Op
-from jaxpar.training import setup
-from meshes import build_mesh
+from jaxpar.training import optimizers, setup
+from jaxpar.training.checkpoints.checkpoint import Checkpoints
+from jaxpar.training.step import init_state
+from jaxpar.verify import true_sizes
+from meshes import build_mesh, parse_mesh
 
 RUNS = [name for name, kind in KINDS.items() if kind.synchronous and not kind.needs_slices]
 
@@ -136,6 +143,85 @@ def test_a_branch_runs_its_stage_once():
     problem = toy(2, 3)
     by_pipeline(schedule, functions(lambda name: calls.update([name])), *problem, fill=0.0)
     assert calls["stage"] == 3
+
+
+def test_a_tick_as_compiled_for_gpus():
+    """Two permutes a tick, none in a branch; and where a tick has no weight gradient, nothing of a parameter's size is
+    copied: sums are in the loop's own buffers throughout."""
+    asked = config("tiny", pipeline="1f1b", grad_accumulation=4)
+    model = asked.model.replace(num_layers=4, embed_dim=256, mlp_dim=512)
+    asked = dataclasses.replace(asked, model=model)
+    text = verify.compiled_step(asked, parse_mesh("pipe=4,fsdp=2", 8)).as_text()
+    module = hlo._Module.parse(text)
+    ticks = [c for c in module.computations.values() if any(i.opcode == "conditional" for i, _, _ in c.calls)]
+    assert len(ticks) == 1
+
+    def reached(name: str) -> set[str]:
+        return {name}.union(*(reached(callee) for _, _, callee in module.computations[name].calls))
+
+    def permutes(name: str) -> int:
+        return sum(i.opcode == "collective-permute-start" for i in module.computations[name].collectives)
+
+    branches = [(role, callee) for i, role, callee in ticks[0].calls if i.opcode == "conditional"]
+    assert len(branches) == 2 * 5  # look up, forward, backward, head, embedding's gradient
+    assert permutes(ticks[0].name) == 2
+    assert sum(permutes(name) for _, branch in branches for name in reached(branch)) == 0
+
+    activation = 16 // 4 // 2 * 16 * 256
+    idle = [ticks[0].name, *(branch for role, branch in branches if role == "true_computation")]
+    copied = [
+        math.prod(map(int, dims.split(",")))
+        for name in idle
+        for i in module.computations[name].instructions.values()
+        if i.opcode == "copy" and (dims := i.type.partition("[")[2].partition("]")[0])
+    ]
+    assert all(size <= activation for size in copied)
+    assert activation < 256 * 256 // 2  # a kernel's part
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+def test_a_checkpoint_has_its_layers_in_order(tmp_path, optimizer):
+    """Written by chunks in a V, read by a pipeline of other parts, and by none."""
+
+    def states(mesh: str, **parallel):
+        asked = with_layers(8, "tiny", mesh, **parallel)
+        asked = dataclasses.replace(asked, optimizer=OptimizerConfig(name=optimizer))
+        devices = setup.make_mesh(asked, jax.devices()[: num_devices(mesh)])
+        model = setup.make_model(asked, devices)
+        tx = optimizers.make(asked.optimizer, 20, model.names, model.config.vocab_size)
+        return devices, model, tx, Checkpoints(tmp_path, model, tx, asked)
+
+    mesh, model, tx, checkpoints = states("pipe=2,fsdp=2", pipeline="zb-v")
+    with jax.set_mesh(mesh), checkpoints:
+        state = init_state(model, tx, seed=0)
+        want = true_sizes(model, state.params)
+        # Moments that tell layers apart, as the parameters do.
+        state = dataclasses.replace(state, opt_state=jax.tree.map(marked, state.opt_state))
+        checkpoints.save(state)
+        checkpoints.wait()
+    found = {}
+    for name, parallel in ("pipe=2", {"pipeline": "looped-bfs", "chunks": 4}), ("fsdp=2", {}):
+        mesh, model, tx, checkpoints = states(name, **parallel)
+        with jax.set_mesh(mesh), checkpoints:
+            restored = checkpoints.restore(0)
+        got = true_sizes(model, restored.params)
+        for path, value in want.items():
+            np.testing.assert_array_equal(got[path], value, err_msg=path)
+        order = np.argsort(model.layout.layer_order(8))
+        found[name] = [
+            np.asarray(leaf)[order] if leaf.shape[:1] == (8,) else np.asarray(leaf)
+            for leaf in jax.tree.leaves(restored.opt_state)
+        ]
+    for one, other in zip(*found.values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def marked(leaf):
+    """A stack with its place in memory in each layer's every element."""
+    if leaf.shape[:1] != (8,):
+        return leaf
+    places = jnp.arange(8, dtype=leaf.dtype).reshape(8, *[1] * (leaf.ndim - 1))
+    return leaf + jax.device_put(jnp.broadcast_to(places, leaf.shape), leaf.sharding)
 
 
 @pytest.mark.parametrize(
