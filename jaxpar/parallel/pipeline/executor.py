@@ -108,7 +108,8 @@ def _act(
     """
     loss, by_ends, by_layers = sums
     op, is_first, is_last = row["op"], row["part"] == 0, row["is_last"]
-    embed, stage, head = (partial(f, microbatch=microbatch) for f in (functions.embed, functions.stage, functions.head))
+    embed, stage = (partial(f, microbatch=microbatch) for f in (functions.embed, functions.stage))
+    head = partial(functions.head, microbatch=microbatch)
     nothing = jnp.full(x.shape, fill, x.dtype)
 
     def own() -> PyTree:
