@@ -218,6 +218,11 @@ def gradient_errors(grads: Mapping[str, np.ndarray], want: Mapping[str, np.ndarr
 
 def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[str, dict[str, int]]]:
     """The collectives of the train step as compiled for H100s: {axes: {op: {"count", "bytes"}}} per device."""
+    return summarize(read_collectives(compiled_step(config, mesh).as_text(), mesh))
+
+
+def compiled_step(config: Config, mesh: Mapping[str, int]) -> Any:
+    """The train step, compiled for H100s."""
     # Rounds of a ring that documents spare depend on the text: what is counted is the most that is sent.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, pack_documents=False))
     size = math.prod(mesh.values())
@@ -232,9 +237,7 @@ def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[
         # Before the mesh is current: nothing can be computed on devices that are not here.
         arguments = abstract_state(model, tx), abstract_batch(config, model)
         with jax.set_mesh(gpus):
-            hlo = step.lower(*arguments).compile().as_text()
-    assert hlo is not None
-    return summarize(read_collectives(hlo, gpus.shape))
+            return step.lower(*arguments).compile()
 
 
 def abstract_batch(config: Config, model: Model) -> Batch:

@@ -1,7 +1,9 @@
 """The pipeline's executor: every schedule that runs gives the numbers of one device, does what its table says and no
 more, and lets nothing out of a slot that holds nothing."""
 
+import contextlib
 import dataclasses
+import math
 from collections import Counter
 
 import jax
@@ -10,14 +12,21 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_ladder import check_same, config
+from test_ladder import check_same, config, num_devices
 
+from jaxpar import verify
+from jaxpar.audit import hlo
+from jaxpar.config import OptimizerConfig
 from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.kinds import KINDS, make
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.pipeline.schedule import Op
-from jaxpar.training import setup
-from meshes import build_mesh
+from jaxpar.training import optimizers, setup
+from jaxpar.training.checkpoints.checkpoint import Checkpoints
+from jaxpar.training.evaluate import make_eval_step
+from jaxpar.training.step import init_state
+from jaxpar.verify import true_sizes
+from meshes import build_mesh, parse_mesh
 
 RUNS = [name for name, kind in KINDS.items() if kind.synchronous and not kind.needs_slices]
 
@@ -36,13 +45,39 @@ def with_layers(num_layers: int, model: str, mesh: str = "", **parallel):
     [
         ("pipe=2,fsdp=2,tensor=2", {"pipeline": "1f1b", "grad_accumulation": 4}, "qwen"),
         ("data=2,pipe=2,tensor=2", {"pipeline": "zb-h1", "grad_accumulation": 2, "zero": 1}, "gpt2"),
-        ("pipe=4,context=2", {"pipeline": "gpipe", "grad_accumulation": 4, "sequence_parallel": False}, "tiny"),
-        ("pipe=2,context=2", {"pipeline": "interleaved-1f1b", "chunks": 2, "context_strategy": "ulysses"}, "tiny"),
+        ("pipe=2,context=2", {"pipeline": "gpipe", "grad_accumulation": 4, "sequence_parallel": False}, "tiny"),
         ("pipe=2,fsdp=2", {"pipeline": "zb-v", "grad_accumulation": 4, "remat": "none"}, "tiny"),
+        pytest.param(
+            "pipe=2,context=2",
+            {"pipeline": "interleaved-1f1b", "chunks": 2, "context_strategy": "ulysses"},
+            "tiny",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "pipe=4,fsdp=2", {"pipeline": "dualpipe-v", "grad_accumulation": 4}, "tiny", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_training_is_that_of_one_device(mesh, parallel, model):
-    check_same(with_layers(4, model, mesh, **parallel), with_layers(4, model), 1e-9)
+    num_layers = 8 if "dualpipe" in parallel["pipeline"] else 4
+    check_same(with_layers(num_layers, model, mesh, **parallel), with_layers(num_layers, model), 1e-9)
+
+
+def test_evaluation_and_sampling_go_through_the_stages():
+    outcomes = []
+    for mesh in "pipe=2,tensor=2", None:
+        asked = with_layers(4, "qwen", mesh or "", pipeline="zb-v", grad_accumulation=2)
+        devices = setup.make_mesh(asked, jax.devices()[:4]) if mesh else None
+        model = setup.make_model(asked, devices)
+        batch = jax.device_put(verify.random_batch(asked), model.layout.sharding(model.layout.stacked_batch_spec()))
+        with jax.set_mesh(devices) if devices is not None else contextlib.nullcontext():
+            params = model.init(0)
+            nll, _ = jax.jit(make_eval_step(model))(params, batch)
+            one = jax.tree.map(lambda x: x[0], batch)
+            outcomes.append((nll, jax.jit(model.logits_at)(params, one, jnp.asarray(7))[:, :250]))
+    for got, want in zip(*jax.device_get(outcomes), strict=True):
+        assert np.all(np.abs(want).max() > 0.1)
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
 # What the executor does with a model of its own: linear layers with a bend, over as many stages as a test asks for.
@@ -105,7 +140,7 @@ def by_one_device(ends, layers, batch):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 2), (4, 4), (4, 10)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 4), (4, 10)])
 def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches):
     """Microbatches fewer than, as many as, more than the stages, and no multiple of them."""
     schedule = make(kind, stages, microbatches, chunks_of(kind))
@@ -136,6 +171,86 @@ def test_a_branch_runs_its_stage_once():
     problem = toy(2, 3)
     by_pipeline(schedule, functions(lambda name: calls.update([name])), *problem, fill=0.0)
     assert calls["stage"] == 3
+
+
+def test_a_tick_as_compiled_for_gpus():
+    """Two permutes a tick, none in a branch; and where a tick has no weight gradient, nothing of a parameter's size is
+    copied: sums are in the loop's own buffers throughout."""
+    asked = config("tiny", pipeline="1f1b", grad_accumulation=4)
+    model = asked.model.replace(num_layers=4, embed_dim=256, mlp_dim=512)
+    asked = dataclasses.replace(asked, model=model)
+    text = verify.compiled_step(asked, parse_mesh("pipe=4,fsdp=2", 8)).as_text()
+    module = hlo._Module.parse(text)
+    ticks = [c for c in module.computations.values() if any(i.opcode == "conditional" for i, _, _ in c.calls)]
+    assert len(ticks) == 1
+
+    def reached(name: str) -> set[str]:
+        return {name}.union(*(reached(callee) for _, _, callee in module.computations[name].calls))
+
+    def permutes(names: set[str]) -> int:
+        collectives = [i.opcode.removesuffix("-start") for name in names for i in module.computations[name].collectives]
+        return collectives.count("collective-permute")
+
+    branches = [(role, callee) for i, role, callee in ticks[0].calls if i.opcode == "conditional"]
+    assert len(branches) == 2 * 5  # look up, forward, backward, head, embedding's gradient
+    assert permutes(reached(ticks[0].name)) == 2
+    assert permutes(set().union(*(reached(branch) for _, branch in branches))) == 0
+
+    activation = 16 // 4 // 2 * 16 * 256
+    idle = [ticks[0].name, *(branch for role, branch in branches if role == "true_computation")]
+    copied = [
+        math.prod(map(int, dims.split(",")))
+        for name in idle
+        for i in module.computations[name].instructions.values()
+        if i.opcode == "copy" and (dims := i.type.partition("[")[2].partition("]")[0])
+    ]
+    assert all(size <= activation for size in copied)
+    assert activation < 256 * 256 // 2  # a kernel's part
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_checkpoint_has_its_layers_in_order(tmp_path, optimizer):
+    """Written by chunks in a V, read by a pipeline of other parts, and by none."""
+
+    def states(mesh: str, **parallel):
+        asked = with_layers(8, "tiny", mesh, **parallel)
+        asked = dataclasses.replace(asked, optimizer=OptimizerConfig(name=optimizer))
+        devices = setup.make_mesh(asked, jax.devices()[: num_devices(mesh)])
+        model = setup.make_model(asked, devices)
+        tx = optimizers.make(asked.optimizer, 20, model.names, model.config.vocab_size)
+        return devices, model, tx, Checkpoints(tmp_path, model, tx, asked)
+
+    mesh, model, tx, checkpoints = states("pipe=2,fsdp=2", pipeline="zb-v")
+    with jax.set_mesh(mesh), checkpoints:
+        state = init_state(model, tx, seed=0)
+        want = true_sizes(model, state.params)
+        # Moments that tell layers apart, as the parameters do.
+        state = dataclasses.replace(state, opt_state=jax.tree.map(marked, state.opt_state))
+        checkpoints.save(state)
+        checkpoints.wait()
+    found = {}
+    for name, parallel in ("pipe=2", {"pipeline": "looped-bfs", "chunks": 4}), ("fsdp=2", {}):
+        mesh, model, tx, checkpoints = states(name, **parallel)
+        with jax.set_mesh(mesh), checkpoints:
+            restored = checkpoints.restore(0)
+        got = true_sizes(model, restored.params)
+        for path, value in want.items():
+            np.testing.assert_array_equal(got[path], value, err_msg=path)
+        order = np.argsort(model.layout.layer_order(8))
+        found[name] = [
+            np.asarray(leaf)[order] if leaf.shape[:1] == (8,) else np.asarray(leaf)
+            for leaf in jax.tree.leaves(restored.opt_state)
+        ]
+    for one, other in zip(*found.values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def marked(leaf):
+    """A stack with its place in memory in each layer's every element."""
+    if leaf.shape[:1] != (8,):
+        return leaf
+    places = jnp.arange(8, dtype=leaf.dtype).reshape(8, *[1] * (leaf.ndim - 1))
+    return leaf + jax.device_put(jnp.broadcast_to(places, leaf.shape), leaf.sharding)
 
 
 @pytest.mark.parametrize(

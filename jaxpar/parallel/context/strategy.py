@@ -53,7 +53,7 @@ class ContextStrategy:
             "allgather": cls(kind="allgather", order=order),
         }
         if text not in strategies:
-            known = ", ".join(["auto", *strategies])
+            known = ", ".join([*strategies, "auto"])
             raise ValueError(f"--context-strategy {text}: it must be one of {known} or hybrid=RxU")
         return strategies[text]
 
