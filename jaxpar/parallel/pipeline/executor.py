@@ -2,13 +2,16 @@
 
 Splits: the layers over `pipe`, P stages of C chunks each; every rank of a stage runs the same branch of a tick. What an
 action makes hops to its neighbour by a permute outside of the branches, and lies in a buffer of the schedule's own
-size until it is used. A backward pass computes its chunk's forward pass again.
+size until it is used. A backward pass computes its chunk's forward pass again; B and W apart (Zero Bubble, arXiv
+2401.10241) each do, and W the input gradients between its layers, too.
 Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank, in compute dtype:
     collective-permute  A per tick and direction, whether the tick sends anything or not
     all-reduce          the gradients of embedding, final norm and head, which only the ends of the model have, once
+    those of FSDP and the others: once in each action, that is, weights are gathered per microbatch
 Within a branch only collectives among the ranks of one stage are right: stages are at different branches then, and a
 permute is one operation of all devices. So attention under `context` gathers or exchanges, and never sends around.
-Limits: what is a whole number of layers per chunk.
+Limits: as many layers in each chunk; embedding and head whole on every stage, computed on one. With several chunks an
+action copies its chunk's weights out of the stack.
 """
 
 from collections.abc import Callable, Mapping
