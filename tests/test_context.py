@@ -199,7 +199,11 @@ def test_a_plan_of_1m_tokens_over_128_ranks():
     ("strategy", "changes", "message"),
     [
         ("ring", {"seq_len": 1000}, "--seq-len 1000 .* 16 parts .* the nearest that does: 992 or 1008"),
-        ("ulysses", {"num_heads": 12}, "12 / 1 = 12; the nearest that works: 4"),
+        (
+            "ulysses",
+            {"num_heads": 12},
+            "12 / 1 = 12, which 8 does not divide; the nearest number of ranks that does: 4",
+        ),
         ("ring", {"num_kv_heads": 3}, "--kv-heads 3 does not divide --heads 8; the nearest that does: 2"),
         ("ring", {"window": 0}, "--window 0: .* the least that works: 1"),
         ("ring", {"num_documents": 5000}, "--documents 5000 .* --seq-len 4096"),
