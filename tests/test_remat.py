@@ -46,7 +46,7 @@ def executions(jaxpr, times: int = 1) -> Counter[str]:
 def kept(jaxpr) -> int:
     """Layer activations that the forward loop hands to the backward pass, in arrays of one layer's width."""
     forward = next(equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
-    stacked = forward.outvars[forward.params["num_carry"] :]
+    stacked = [var for var in forward.outvars if var.aval.ndim == 2]  # beside the carry, one layer's [WIDTH]
     return sum(math.prod(var.aval.shape) // WIDTH for var in stacked)
 
 
