@@ -86,12 +86,14 @@ WIDTH, ROWS = 4, 3
 
 
 def functions(count=lambda name: None) -> executor.Functions:
-    def layer(x, weight):
-        return jnp.sin(x @ weight), None
+    def stage(layers, x, microbatch, part):
+        def layer(x, weight):
+            x = jnp.sin(x @ weight)
+            return x, jnp.sum(microbatch["weights"][:, None] * jnp.square(x))
 
-    def stage(layers, x, microbatch):
         count("stage")
-        return jax.lax.scan(layer, x, layers)[0]
+        x, told = jax.lax.scan(layer, x, layers)
+        return x, jnp.sum(told), {"squares": told}
 
     def head(ends, x, microbatch):
         loss = jnp.sum(microbatch["weights"][:, None] * jnp.square(x @ ends["head"]))
@@ -109,21 +111,21 @@ def toy(num_layers: int, num_microbatches: int):
 
 
 def by_pipeline(schedule, functions, ends, layers, batch, fill):
-    """(reported, gradients), layers in order."""
+    """(reported, told, gradients), layers in order."""
     mesh = build_mesh(f"pipe={schedule.num_stages}", "", jax.devices()[: schedule.num_stages])
     size = layers.shape[0] // schedule.num_parts
     parts = [schedule.part(s, c) for s in range(schedule.num_stages) for c in range(schedule.num_chunks)]
     order = np.concatenate([np.arange(part * size, (part + 1) * size) for part in parts])
 
     def local(ends, layers, batch):
-        loss, by_ends, by_layers = executor.run(schedule, functions, ends, layers, batch, fill)
-        return loss, jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), by_layers
+        loss, told, by_ends, by_layers = executor.run(schedule, functions, ends, layers, batch, fill)
+        return loss, jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), (told["squares"], by_layers)
 
     with jax.set_mesh(mesh):
         placed = jax.device_put(layers[order], NamedSharding(mesh, P("pipe")))
         run = jax.shard_map(local, in_specs=(P(), P("pipe"), P()), out_specs=(P(), P(), P("pipe")), check_vma=False)
         loss, by_ends, by_layers = jax.device_get(jax.jit(run)(ends, placed, batch))
-    return loss, by_ends, by_layers[np.argsort(order)]
+    return loss, by_ends, *(each[np.argsort(order)] for each in by_layers)
 
 
 def by_one_device(ends, layers, batch):
@@ -131,12 +133,17 @@ def by_one_device(ends, layers, batch):
 
     def loss(ends, layers):
         def of(microbatch):
-            return parts.head(ends, parts.stage(layers, parts.embed(ends, microbatch), microbatch), microbatch)[0]
+            x, added, told = parts.stage(layers, parts.embed(ends, microbatch), microbatch, part=0)
+            minimised, reported = parts.head(ends, x, microbatch)
+            return minimised + added, (reported, told["squares"])
 
-        return jnp.sum(jax.lax.map(of, batch))
+        added, sums = jax.lax.map(of, batch)
+        return jnp.sum(added), jax.tree.map(lambda each: jnp.sum(each, 0), sums)
 
-    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(ends, layers)
-    return 2 * value, *grads
+    (_, (reported, told)), (by_ends, by_layers) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+        ends, layers
+    )
+    return reported, by_ends, told, by_layers
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -165,12 +172,12 @@ def test_a_stage_runs_what_its_table_says_once(kind):
 
 
 def test_a_branch_runs_its_stage_once():
-    """Counted as the branches are traced; a backward pass traces its forward pass with it."""
+    """Counted as the branches are traced (a backward pass traces its forward pass with it), and once for shapes."""
     calls = Counter()
     schedule = make("zb-h1", 2, 3)
     problem = toy(2, 3)
     by_pipeline(schedule, functions(lambda name: calls.update([name])), *problem, fill=0.0)
-    assert calls["stage"] == 3
+    assert calls["stage"] == 1 + 3
 
 
 def test_a_tick_as_compiled_for_gpus():

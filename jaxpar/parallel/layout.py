@@ -277,15 +277,19 @@ class Layout:
             return tokens
         return jax.tree.map(lambda x: lax.all_gather(x, context.AXIS, axis=1, tiled=True), tokens)
 
-    def layers(self, block: Callable, stacked: PyTree, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """block(params of one layer, x) for every layer: `stacked` has a leading layers dim on each leaf."""
+    def layers(
+        self, block: Callable[[PyTree, Array], tuple[Array, PyTree]], stacked: PyTree, x: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S D"], PyTree]:
+        """block(params of one layer, x) -> (x, what the layer tells) for every layer: a leading layers dim on each
+        leaf of `stacked`, and of what they told."""
         return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward)
 
     def through_stages(
-        self, stack: Callable[[PyTree, Array], Array], stacked: PyTree, x: Float[Array, "B S D"]
-    ) -> Float[Array, "B S D"]:
-        """stack(layers, x) from the first stage to the last, without a backward pass."""
-        return stack(stacked, x) if self.schedule is None else executor.relay(self.schedule, stack, stacked, x)
+        self, stack: Callable[[PyTree, Array], tuple[Array, PyTree]], stacked: PyTree, x: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S D"], PyTree]:
+        """stack(layers, x) -> (x, what they told); under `pipe` from the first stage to the last, without a backward
+        pass and without what they told."""
+        return stack(stacked, x) if self.schedule is None else (executor.relay(self.schedule, stack, stacked, x), {})
 
     def lookup(self, table: Parameter, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Rows of an embedding table, in compute dtype, in the residual stream; the table is not gathered."""

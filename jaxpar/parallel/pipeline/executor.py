@@ -37,17 +37,18 @@ class Functions:
 
     embed: Callable[..., Float[Array, "B S D"]]
     """(ends, microbatch=)"""
-    stage: Callable[..., Float[Array, "B S D"]]
-    """(layers of one chunk, input, microbatch=)"""
+    stage: Callable[..., tuple[Float[Array, "B S D"], Float[Array, ""], PyTree]]
+    """(layers of one chunk, input, microbatch=, part=: which of the model's) -> (output, what it adds to what is
+    minimised, what its layers tell: of each a leading dim, summed over the microbatches)"""
     head: Callable[..., tuple[Float[Array, ""], Float[Array, ""]]]
     """(ends, output of the last layer, microbatch=) -> (what is minimised, what is reported), sums over tokens"""
 
 
 def run(
     schedule: Schedule, functions: Functions, ends: PyTree, layers: PyTree, batch: PyTree, fill: float = 0.0
-) -> tuple[Float[Array, ""], PyTree, PyTree]:
-    """(what is reported, its sum over the microbatches; gradients by ends; by layers), in at least float32; in a region
-    that is manual over `pipe`.
+) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
+    """(what is reported, its sum over the microbatches; what this rank's layers told; gradients by ends; by layers), in
+    at least float32; in a region that is manual over `pipe`.
 
     A rank holds `layers` [C x layers per chunk, ...], chunk by chunk. Gradients by `ends` are left unsummed over
     `pipe`. `batch` has leading dim M; `fill` is what lies in slots that hold nothing.
@@ -56,6 +57,8 @@ def run(
     stage, layers = lax.axis_index(AXIS), _by_chunk(layers, schedule.num_chunks)
     activation = jax.eval_shape(functions.embed, ends, microbatch=_at(batch, 0))
     reported = jax.eval_shape(functions.head, ends, activation, microbatch=_at(batch, 0))[1]
+    told = jax.eval_shape(functions.stage, _at(layers, 0), activation, microbatch=_at(batch, 0), part=0)[2]
+    told = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((schedule.num_chunks, *leaf.shape), leaf.dtype), told)
 
     def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
         buffers, sums = carry
@@ -86,10 +89,11 @@ def run(
         "looked_up": program.looked_up,
         "arrivals": tuple(program.arrivals.values()),
     }
-    start = buffers, (zeros(reported), zeros(ends), zeros(layers))
-    (_, (loss, by_ends, by_layers)), _ = lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))
-    by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), by_layers)
-    return lax.psum(loss, AXIS), by_ends, by_layers
+    start = buffers, (zeros(reported), zeros(told), zeros(ends), zeros(layers))
+    (_, (loss, *sums)), _ = lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))
+    told, by_ends, by_layers = sums
+    told, by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), (told, by_layers))
+    return lax.psum(loss, AXIS), told, by_ends, by_layers
 
 
 def _act(
@@ -102,33 +106,45 @@ def _act(
     microbatch: PyTree,
     x: Array,
     dy: Array,
-    sums: tuple[Array, PyTree, PyTree],
-) -> tuple[Array, Array, tuple[Array, PyTree, PyTree]]:
+    sums: tuple[Array, PyTree, PyTree, PyTree],
+) -> tuple[Array, Array, tuple[Array, PyTree, PyTree, PyTree]]:
     """A stage's tick: (its input, what it sends on, sums).
 
     Sums pass through conditionals of two branches, the first of which leaves them alone (see _when): those XLA updates
     in place, where it copies what passes through a switch, in every branch.
     """
-    loss, by_ends, by_layers = sums
+    loss, told, by_ends, by_layers = sums
     op, is_first, is_last = row["op"], row["part"] == 0, row["is_last"]
     embed = partial(functions.embed, microbatch=microbatch)
-    stage = partial(functions.stage, microbatch=microbatch)
+    stage = partial(functions.stage, microbatch=microbatch, part=row["part"])
     head = partial(functions.head, microbatch=microbatch)
     nothing = jnp.full(x.shape, fill, x.dtype)
 
     def own() -> PyTree:
         return _at(layers, row["chunk"])
 
+    def pulled(function: Callable, dy: Array, *by: PyTree) -> tuple[PyTree, ...]:
+        (_, minimised), pull, _ = jax.vjp(function, *by, has_aux=True)
+        return pull((dy, jnp.ones_like(minimised)))
+
+    def parts(weights: PyTree, x: Array) -> tuple[tuple[Array, Array], PyTree]:
+        y, minimised, told = stage(weights, x)
+        return (y, minimised), told
+
     def of_input(x: Array, dy: Array) -> Array:
         weights = own()
-        return jax.vjp(lambda x: stage(weights, x), x)[1](dy)[0]
+        return pulled(lambda x: parts(weights, x), dy, x)[0]
 
     def of_both(x: Array, dy: Array) -> tuple[Array, PyTree]:
-        by_own, dx = jax.vjp(stage, own(), x)[1](dy)
+        by_own, dx = pulled(parts, dy, own(), x)
         return dx, by_own
 
     def of_weights(x: Array, dy: Array) -> tuple[Array, PyTree]:
-        return nothing, jax.vjp(lambda own: stage(own, x), own())[1](dy)[0]
+        return nothing, pulled(lambda own: parts(own, x), dy, own())[0]
+
+    def forward(x: Array, told: PyTree) -> tuple[Array, PyTree]:
+        y, _, of_layers = stage(own(), x)
+        return y, _add_at(told, of_layers, row["chunk"])
 
     def add_layers(made: Array, by_layers: PyTree) -> tuple[Array, PyTree]:
         made, by_own = _choose(op, {o: f for o, f in ((Op.BW, of_both), (Op.W, of_weights)) if o in ops}, x, dy)
@@ -144,12 +160,16 @@ def _act(
 
     is_forward, gives_input, gives_weights = op == Op.F, (op == Op.B) | (op == Op.BW), (op == Op.W) | (op == Op.BW)
     x = _when(is_forward & is_first, lambda x: embed(ends), x)
-    light = {Op.NOP: lambda x, dy: nothing, Op.F: lambda x, dy: stage(own(), x), Op.B: of_input}
-    made = _choose(op, {o: f for o, f in light.items() if o in ops}, x, dy)
+    light = {
+        Op.NOP: lambda x, dy, told: (nothing, told),
+        Op.F: lambda x, dy, told: forward(x, told),
+        Op.B: lambda x, dy, told: (of_input(x, dy), told),
+    }
+    made, told = _choose(op, {o: f for o, f in light.items() if o in ops}, x, dy, told)
     made, by_layers = _when(gives_weights, add_layers, made, by_layers)
     made, loss, by_ends = _when(is_forward & is_last, add_head, made, loss, by_ends)
     by_ends = _when(gives_input & is_first, add_embedding, by_ends)
-    return x, made, (loss, by_ends, by_layers)
+    return x, made, (loss, told, by_ends, by_layers)
 
 
 def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
@@ -161,21 +181,23 @@ def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
     return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
 
 
-def _choose(op: Array, functions: Mapping[Op, Callable], *operands: Array) -> Any:
+def _choose(op: Array, functions: Mapping[Op, Callable], *operands: PyTree) -> Any:
     """The op's function of the operands, or the first one where it has none."""
     index = sum((op == each).astype(jnp.int32) * i for i, each in enumerate(functions))
     return lax.switch(index, list(functions.values()), *operands)
 
 
-def relay(schedule: Schedule, stack: Callable[[PyTree, Array], Array], layers: PyTree, x: Array) -> Array:
+def relay(
+    schedule: Schedule, stack: Callable[[PyTree, Array], tuple[Array, PyTree]], layers: PyTree, x: Array
+) -> Array:
     """stack(layers of a chunk, x) from the first part to the last, one stage at work at a time, the others idle: for
-    evaluation and sampling. The result is on all stages."""
+    evaluation and sampling. The result is on all stages; what layers tell is dropped."""
     layers = _by_chunk(layers, schedule.num_chunks)
     places = [schedule.locate(part) for part in range(schedule.num_parts)]
 
     def part(x: Array, place: tuple[Array, Array]) -> tuple[Array, None]:
         stage, chunk = place
-        y = stack(_at(layers, chunk), x)
+        y, _ = stack(_at(layers, chunk), x)
         return lax.psum(jnp.where(lax.axis_index(AXIS) == stage, y, jnp.zeros((), y.dtype)), AXIS), None
 
     stages, chunks = (jnp.array(numbers, jnp.int32) for numbers in zip(*places))
