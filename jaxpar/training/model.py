@@ -129,9 +129,19 @@ class Model:
     def through_pipeline(self, params: PyTree, batch: Batch, fill: float = 0.0) -> tuple[Reported, PyTree]:
         """(what is reported, gradients) of a step's microbatches [M, B, S] by the layout's schedule; in its region. For
         `fill` see executor.run."""
-        layout, blocks = self.layout, params["blocks"]
-        ends = {name: tree for name, tree in params.items() if name != "blocks"}
+        layout = self.layout.in_stages()
         assert layout.schedule is not None
+        before = jax.tree.map(
+            lambda _, spec, names: layout.cuts_before_stages(spec, names), params, self.computed_specs, self.names
+        )
+        params = jax.tree.map(layout.before_stages, params, before, self.names)
+        blocks = params["blocks"]
+        ends = {name: tree for name, tree in params.items() if name != "blocks"}
+        specs = jax.tree.leaves(self.computed_specs["blocks"], is_leaf=_is_spec)
+        cuts = [layout.cuts_in_stages(spec) for spec in specs]
+
+        def is_weight(_: Array, names: tuple[str | None, ...]) -> bool:
+            return "embed" in names and "experts" not in names
 
         def module(ends: PyTree) -> Transformer:
             return self._module({**ends, "blocks": blocks})
@@ -144,9 +154,15 @@ class Model:
             embed=lambda ends, microbatch: module(ends).embed(microbatch, layout),
             stage=stage,
             head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
+            are_weights=jax.tree.map(is_weight, blocks, self.names["blocks"]),
+            summed=lambda grads: {number: layout.summed(grad, cuts[number]) for number, grad in grads.items()},
+            are_ends_spread=layout.spreads_head,
         )
-        loss, told, by_ends, by_blocks = executor.run(layout.schedule, functions, ends, blocks, batch, fill)
-        return Reported(loss, told), {**by_ends, "blocks": by_blocks}
+        loss, told, by_ends, by_blocks = executor.run(
+            layout.schedule, functions, ends, blocks, batch, keeps_residuals=layout.keeps_residuals, fill=fill
+        )
+        grads = jax.tree.map(layout.summed, {**by_ends, "blocks": by_blocks}, before)
+        return Reported(loss, told), grads
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
         """Of arrays on the mesh [B, S]."""
@@ -166,8 +182,12 @@ class Model:
     @cached_property
     def computed_specs(self) -> PyTree:
         of = self.layout.whole_spec if self.keeps_whole_weights else lambda spec: spec
-        return jax.tree.map(of, self.specs, is_leaf=lambda node: isinstance(node, P))
+        return jax.tree.map(of, self.specs, is_leaf=_is_spec)
 
 
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)
