@@ -105,10 +105,9 @@ class ModelConfig:
             raise ValueError(f"model.head_dim {self.head_dim} is odd; RoPE rotates pairs, so make it even")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"model.sliding_window is {self.sliding_window}; it must be at least 1 (or leave it out)")
+        toml.check_range("model.num_experts", self.num_experts, 0)
         if self.num_experts:
             self._check_experts()
-        elif self.num_experts < 0:
-            raise ValueError(f"model.num_experts is {self.num_experts}; it must be at least 1, or 0 for dense layers")
         return self
 
     def _check_experts(self) -> None:

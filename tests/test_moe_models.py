@@ -65,7 +65,7 @@ def test_one_option_changes_the_mlps(change, mlp):
     [
         ({"num_experts_per_token": 9}, "num_experts_per_token is 9; it must be from 1 to 8"),
         ({"num_experts_per_token": 0}, "num_experts_per_token is 0; it must be from 1 to 8"),
-        ({"num_experts": -1}, "at least 1, or 0 for dense layers"),
+        ({"num_experts": -1}, "model.num_experts is -1; it must be at least 0"),
         ({"num_dense_layers": 4}, "num_dense_layers is 4; it must be from 0 to 3"),
         ({"moe_every": 3}, "model.num_layers 4 .* not a multiple of model.moe_every 3; the nearest that is: 3"),
         ({"num_expert_groups": 3}, "not a multiple of model.num_expert_groups 3"),
