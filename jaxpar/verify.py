@@ -6,7 +6,7 @@ The numbers come from emulated CPU devices in float64; the traffic from the same
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,22 +221,22 @@ def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[
     return summarize(read_collectives(compiled_step(config, mesh).as_text(), mesh))
 
 
-def compiled_step(config: Config, mesh: Mapping[str, int]) -> Any:
-    """The train step, compiled for H100s."""
+def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Any:
+    """The train step, compiled for devices that need not be here: H100s, by default."""
     # Rounds of a ring that documents spare depend on the text: what is counted is the most that is sent.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, pack_documents=False))
     size = math.prod(mesh.values())
-    devices = gpu_devices(f"h100:{size // 8}x8" if size % 8 == 0 else f"h100:1x{size}")
-    text = ",".join(f"{axis}={n}" for axis, n in mesh.items())
-    gpus = build_mesh(text, "", devices)
-    model = setup.make_model(config, gpus)
+    if devices is None:
+        devices = gpu_devices(f"h100:{size // 8}x8" if size % 8 == 0 else f"h100:1x{size}")
+    there = build_mesh(",".join(f"{axis}={n}" for axis, n in mesh.items()), "", devices)
+    model = setup.make_model(config, there)
     # What a layout's strategies send is the same with any optimizer; Muon's own exchanges are not among it.
     tx = optimizers.make(OptimizerConfig(), config.run.steps, model.names)
     step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
     with jax.enable_x64(config.run.precision == "float64"):
         # Before the mesh is current: nothing can be computed on devices that are not here.
         arguments = abstract_state(model, tx), abstract_batch(config, model)
-        with jax.set_mesh(gpus):
+        with jax.set_mesh(there):
             return step.lower(*arguments).compile()
 
 
