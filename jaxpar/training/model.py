@@ -129,24 +129,28 @@ class Model:
     def through_pipeline(self, params: PyTree, batch: Batch, fill: float = 0.0) -> tuple[Reported, PyTree]:
         """(what is reported, gradients) of a step's microbatches [M, B, S] by the layout's schedule; in its region. For
         `fill` see executor.run."""
-        layout, blocks = self.layout, params["blocks"]
+        blocks, schedule = params["blocks"], self.layout.schedule
         ends = {name: tree for name, tree in params.items() if name != "blocks"}
-        assert layout.schedule is not None
+        assert schedule is not None
+        loss, told, by_ends, by_blocks = executor.run(schedule, self.pieces(params), ends, blocks, batch, fill)
+        return Reported(loss, told), {**by_ends, "blocks": by_blocks}
 
-        def module(ends: PyTree) -> Transformer:
-            return self._module({**ends, "blocks": blocks})
+    def pieces(self, params: PyTree) -> executor.Functions:
+        """The model as a pipeline takes it; of `params` the values do not count where a piece is given its own."""
+        layout = self.layout
+
+        def module(own: PyTree) -> Transformer:
+            return self._module({**params, **own})
 
         def stage(blocks: PyTree, x: Array, microbatch: Batch, part: Int[Array, ""]) -> tuple[Array, Array, Told]:
-            x, told = module(ends).stack(nnx.State(blocks), x, microbatch, layout)
+            x, told = module({}).stack(nnx.State(blocks), x, microbatch, layout)
             return x, auxiliary_loss(told, widened(x.dtype)), told
 
-        functions = executor.Functions(
+        return executor.Functions(
             embed=lambda ends, microbatch: module(ends).embed(microbatch, layout),
             stage=stage,
             head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
         )
-        loss, told, by_ends, by_blocks = executor.run(layout.schedule, functions, ends, blocks, batch, fill)
-        return Reported(loss, told), {**by_ends, "blocks": by_blocks}
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
         """Of arrays on the mesh [B, S]."""
