@@ -14,6 +14,7 @@ from test_ladder import MODELS, num_devices
 from test_pipeline import functions, toy
 
 from jaxpar import verify
+from jaxpar.audit import hlo
 from jaxpar.config import Config, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
 from jaxpar.parallel.pipeline import asynchronous
 from jaxpar.parallel.pipeline.asynchronous import Parts, Versions
@@ -21,8 +22,8 @@ from jaxpar.parallel.pipeline.kinds import make, weight_versions
 from jaxpar.training import optimizers, setup
 from jaxpar.training.optimizers.groups import decay_mask
 from jaxpar.training.step import init_state, make_step
-from jaxpar.verify import true_sizes
-from meshes import build_mesh
+from jaxpar.verify import gradient_errors, true_sizes
+from meshes import build_mesh, parse_mesh
 
 
 def read_at(kind: str, num_stages: int, update: int) -> list[int]:
@@ -162,6 +163,9 @@ def test_versions_kept_are_those_of_the_papers(stages, microbatches):
 
 # A Transformer's train step.
 
+ZERO_BY_MATHEMATICS = "blocks.attention.key_bias"
+"""Its gradient: a softmax is the same when all of its inputs move."""
+
 
 def config(mesh: str, model: str = "tiny", optimizer: str = "adamw", microbatches: int = 4, **parallel) -> Config:
     return Config(
@@ -287,16 +291,68 @@ def test_training_is_that_of_the_delayed_updates(asked, sizes):
     num_stages = int(asked.parallel.mesh.partition("pipe=")[2][0])
     params, moments, counts, curve = by_training(asked, batches)
     want_params, want_moments, want_curve = by_simulation(asked, num_stages, sizes, batches)
-    initial = true_sizes(model := setup.make_model(asked, None), model.init(0))
-    for name, want in want_params.items():
-        np.testing.assert_allclose(params[name], want, rtol=1e-9, atol=1e-9 * np.abs(want).max(), err_msg=name)
-        assert np.abs(want - initial[name]).max() > 1e-5
+    model = setup.make_model(asked, None)
+    initial = true_sizes(model, model.init(0))
+    assert params.keys() == want_params.keys()
+    change, want_change = ({n: p[n] - initial[n] for n in initial} for p in (params, want_params))
+    for got, want in (change, want_change), *((moments[name], tree) for name, tree in want_moments.items()):
+        errors = gradient_errors(got, want)
+        assert max(errors.values()) <= 1e-9, max(errors.items(), key=lambda item: item[1])
+    assert min(np.abs(want).max() for name, want in want_change.items() if name != ZERO_BY_MATHEMATICS) > 1e-6
     assert moments.keys() == want_moments.keys() != set()
-    for moment, tree in want_moments.items():
-        largest = max(np.abs(want).max() for want in tree.values())
-        for name, want in tree.items():
-            np.testing.assert_allclose(moments[moment][name], want, rtol=1e-9, atol=1e-9 * largest, err_msg=name)
     # Adam counts updates, the learning rate steps.
     assert counts == ([2 * len(sizes)] if asked.optimizer.name != "sgd" else []) + [2]
     assert np.all(want_curve > 0.1)
     np.testing.assert_allclose(curve, want_curve, rtol=1e-9)
+
+
+def test_a_tick_permutes_outside_of_its_branches():
+    """As compiled for GPUs: two permutes, none in a branch, where a stage's updates are."""
+    asked = config("pipe=4,data=2", pipeline="pipedream")
+    text = verify.compiled_step(asked, parse_mesh("pipe=4,data=2", 8)).as_text()
+    module = hlo._Module.parse(text)
+    ticks = [c for c in module.computations.values() if any(i.opcode == "conditional" for i, _, _ in c.calls)]
+
+    def reached(name: str) -> set[str]:
+        return {name}.union(*(reached(callee) for _, _, callee in module.computations[name].calls))
+
+    def count(opcode: str, names: set[str]) -> int:
+        collectives = [i.opcode.removesuffix("-start") for name in names for i in module.computations[name].collectives]
+        return collectives.count(opcode)
+
+    assert len(ticks) == 1
+    branches = {callee for i, _, callee in ticks[0].calls if i.opcode == "conditional"}
+    inside = set().union(*map(reached, branches))
+    assert count("collective-permute", reached(ticks[0].name)) == 2
+    assert count("collective-permute", inside) == 0
+    assert count("all-reduce", inside) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"optimizer": {"name": "muon"}}, "--optimizer muon cannot; these can: adamw, lion, sgd"),
+        ({"optimizer": {"clip_norm": 0.5}}, "--optimizer.clip-norm 0.5 needs the norm of all stages' gradients"),
+        ({"parallel": {"zero": 1}}, "--zero 1 keeps one version of the weights, --pipeline pipedream several; take 3"),
+        ({"run": {"precision": "float16"}}, "no loss scale for --precision float16; take bfloat16 or float32"),
+        ({"run": {"params_dtype": "bfloat16"}}, "leave --params-dtype at auto"),
+        ({"parallel": {"chunks": 2}}, "pipedream needs exactly 1 chunk per stage, not 2"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_line(changes, complaint):
+    asked = config("pipe=2", pipeline="pipedream")
+    for group, settings in changes.items():
+        asked = dataclasses.replace(asked, **{group: dataclasses.replace(getattr(asked, group), **settings)})
+    with pytest.raises(ValueError, match=r"--|needs") as raised:
+        setup.make_model(asked, setup.make_mesh(asked, jax.devices()[:2]))
+    assert complaint in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_tied_embeddings_and_verify_are_refused_in_a_line():
+    asked = config("pipe=2", "qwen-untied", pipeline="pipedream-2bw")
+    tied = dataclasses.replace(asked, model=MODELS["qwen"].replace(num_layers=4))
+    with pytest.raises(ValueError, match=r"ties its embedding to the head.* set --model.no-tie-embeddings$"):
+        setup.make_model(tied, setup.make_mesh(asked, jax.devices()[:2]))
+    with pytest.raises(ValueError, match=r"^--pipeline pipedream-2bw changes the weights between .* such as 1f1b$"):
+        verify.verify(asked, parse_mesh("pipe=2", 2))
