@@ -172,7 +172,12 @@ def config(mesh: str, model: str = "tiny", optimizer: str = "adamw", microbatche
         model=MODELS[model.removesuffix("-untied")].replace(num_layers=4, tie_embeddings=False),
         data=DataConfig(batch_size=4 * microbatches, seq_len=16),
         optimizer=OptimizerConfig(
-            name=optimizer, clip_norm=0.0, warmup_steps=0, learning_rate=1e-2, decay_groups="blocks.*,head,embedding"
+            name=optimizer,
+            clip_norm=0.0,
+            warmup_steps=0,
+            learning_rate=1e-2,
+            decay_groups="blocks.*,head,embedding",
+            ema=0.5 if optimizer == "sgd" else 0.0,
         ),
         parallel=ParallelConfig(mesh=mesh, grad_accumulation=microbatches, **parallel),
         run=RunConfig(precision="float64", steps=4),
@@ -180,7 +185,7 @@ def config(mesh: str, model: str = "tiny", optimizer: str = "adamw", microbatche
 
 
 def by_training(asked: Config, batches):
-    """(parameters, optimizer state, losses and gradient norms), on the host."""
+    """(parameters, moments and the parameters' average, counts, losses and gradient norms), on the host."""
     mesh = setup.make_mesh(asked, jax.devices()[: num_devices(asked.parallel.mesh)])
     model = setup.make_model(asked, mesh)
     tx = optimizers.make(asked.optimizer, asked.run.steps, model.names)
@@ -197,7 +202,8 @@ def by_training(asked: Config, batches):
             curve += [float(metrics.loss), float(metrics.grad_norm)]
         assert jax.tree.map(jax.typeof, state) == types
     assert int(state.step) == len(batches)
-    moments = {name: true_sizes(model, tree) for name, tree in moments_of(state.opt_state[0]).items()}
+    kept = moments_of(state.opt_state[0]) | {"average": optimizers.evaluation_params(state.opt_state, state.params)}
+    moments = {name: true_sizes(model, tree) for name, tree in kept.items()}
     counts = [int(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 0]
     return true_sizes(model, state.params), moments, counts, np.array(curve)
 
@@ -230,7 +236,7 @@ def by_simulation(asked: Config, num_stages: int, sizes, batches):
             changes, state = tx.update(gradients, state, params)
             return jax.tree.map(lambda p, change: p - rate * change, params, changes), state
 
-    params = model.init(0)
+    params = average = model.init(0)
     state = tx.init(params)
     curve = []
     for number, batch in enumerate(batches):
@@ -253,14 +259,12 @@ def by_simulation(asked: Config, num_stages: int, sizes, batches):
                 nll += float(loss) * weights.sum()
             norms.append(float(optax.tree.norm(gradients)))
             params, state = advance(history[-1], state, gradients, rate(number))
+            average = jax.tree.map(lambda a, p: settings.ema * a + (1 - settings.ema) * p, average, params)
             history.append(params)
             done += size
         curve += [nll / batch.loss_weights.sum(), np.sqrt(np.mean(np.square(norms)))]
-    return (
-        true_sizes(model, params),
-        {k: true_sizes(model, v) for k, v in moments_of(state[0]).items()},
-        np.array(curve),
-    )
+    kept = moments_of(state[0]) | {"average": average}
+    return true_sizes(model, params), {name: true_sizes(model, tree) for name, tree in kept.items()}, np.array(curve)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +272,7 @@ def by_simulation(asked: Config, num_stages: int, sizes, batches):
     [
         (config("pipe=2,fsdp=2", pipeline="pipedream", microbatches=10), [1] * 10),
         (config("data=2,pipe=2,tensor=2", "gpt2-untied", "sgd", 5, pipeline="pipedream-2bw"), [3, 2]),
-        pytest.param(config("pipe=1,fsdp=2", pipeline="pipedream"), [1] * 4, marks=pytest.mark.slow),
+        pytest.param(config("pipe=1,fsdp=2,context=2", pipeline="pipedream"), [1] * 4, marks=pytest.mark.slow),
         pytest.param(config("pipe=2,data=2", "tiny", "sgd", 1, pipeline="pipedream"), [1], marks=pytest.mark.slow),
         pytest.param(config("pipe=4,tensor=2", "tiny", "lion", pipeline="pipedream"), [1] * 4, marks=pytest.mark.slow),
         pytest.param(

@@ -6,8 +6,8 @@ Splits: as executor.py does. In the formulas t counts updates of M microbatches 
                 every microbatch's gradient is an update; stage s runs P-1-s behind, and what a microbatch's forward
                 pass took is kept for its backward pass: P - s versions
     2BW         w(t+1) = w(t) - f(gradient at w(t-1)); section 3.1, double buffering
-                an update has the gradients of at least P microbatches, and starts no sooner than the next ones have
-                taken the weights before it: two versions, the same ones on every stage
+                an update has the gradients of at least P microbatches, and the next ones' are of the weights before
+                it, which are there on every stage by then: two versions, the same ones everywhere
 The embedding is the first stage's, final norm and head are the last one's. A lookup's backward pass takes no weights,
 the head's follows its forward pass at once: under PipeDream they need no stash.
 The pipeline drains after M microbatches, so that metrics, evaluation and checkpoints see one model, of which all of it
@@ -78,24 +78,22 @@ class Versions:
         update = updates_of(schedule)
         shape = schedule.num_ticks, schedule.num_stages
         reads, latest = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        closes = np.zeros(shape, bool)
+        closes, is_forward = np.zeros(shape, bool), np.zeros(shape, bool)
         num_done, taken = [0] * schedule.num_stages, {}
-        age: dict[str, list[int]] = {part: [0] for part in Parts._fields}
         for tick, stage, action in schedule.actions():
             at, microbatch = (tick, stage), action.microbatch
             if action.op is Op.F:
+                is_forward[at] = True
                 before = max(0, update[microbatch] - 1)
                 taken[stage, microbatch] = num_done[stage] if schedule.kind == "pipedream" else before
             reads[at], latest[at] = taken[stage, microbatch], num_done[stage]
             closes[at] = microbatch + 1 == len(update) or update[microbatch + 1] > update[microbatch]
             assert reads[at] <= latest[at]
-            is_end = {"layers": True, "first": stage == 0, "last": stage == schedule.num_stages - 1}
-            for part in Parts._fields:
-                if is_end[part] and (part == "layers" or action.op is Op.F):
-                    age[part].append(latest[at] - reads[at])
             num_done[stage] += bool(action.op is Op.BW and closes[at])
-        kept = Parts(*(int(max(age[part])) + 1 for part in Parts._fields))
-        return cls(reads, latest, closes, int(update[-1]) + 1, kept)
+        age = latest - reads
+        of_ends = np.where(is_forward, age, 0)
+        num_kept = Parts(*(int(each.max()) + 1 for each in (of_ends[:, 0], age, of_ends[:, -1])))
+        return cls(reads, latest, closes, int(update[-1]) + 1, num_kept)
 
 
 class _Kept(NamedTuple):
