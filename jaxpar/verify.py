@@ -269,7 +269,7 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
         compute_bytes=dtypes.compute.itemsize,
         reduce_bytes=dtypes.reduce.itemsize,
         sequence_parallel=config.parallel.sequence_parallel,
-        reshard_after_forward=config.parallel.reshard_after_forward,
+        reshard_after_forward=setup.reshards(config.parallel.reshard_after_forward, mesh["pipe"]),
         remat=config.parallel.remat,
         zero=config.parallel.zero,
         context=ContextStrategy.parse(

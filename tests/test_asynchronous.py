@@ -340,6 +340,8 @@ def test_a_tick_permutes_outside_of_its_branches():
         ({"parallel": {"zero": 1}}, "--zero 1 keeps one version of the weights, --pipeline pipedream several; take 3"),
         ({"run": {"precision": "float16"}}, "no loss scale for --precision float16; take bfloat16 or float32"),
         ({"run": {"params_dtype": "bfloat16"}}, "leave --params-dtype at auto"),
+        ({"parallel": {"spread_head": True}}, "--spread-head does not go with --pipeline pipedream; leave it out"),
+        ({"parallel": {"pipeline_residuals": True}}, "--pipeline-residuals does not go with --pipeline pipedream"),
         ({"parallel": {"chunks": 2}}, "pipedream needs exactly 1 chunk per stage, not 2"),
     ],
 )

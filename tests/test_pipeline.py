@@ -21,6 +21,7 @@ from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.kinds import KINDS, make
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.pipeline.schedule import Op
+from jaxpar.parallel.product import product
 from jaxpar.training import optimizers, setup
 from jaxpar.training.checkpoints.checkpoint import Checkpoints
 from jaxpar.training.evaluate import make_eval_step
@@ -46,7 +47,17 @@ def with_layers(num_layers: int, model: str, mesh: str = "", **parallel):
         ("pipe=2,fsdp=2,tensor=2", {"pipeline": "1f1b", "grad_accumulation": 4}, "qwen"),
         ("data=2,pipe=2,tensor=2", {"pipeline": "zb-h1", "grad_accumulation": 2, "zero": 1}, "gpt2"),
         ("pipe=2,context=2", {"pipeline": "gpipe", "grad_accumulation": 4, "sequence_parallel": False}, "tiny"),
-        ("pipe=2,fsdp=2", {"pipeline": "zb-v", "grad_accumulation": 4, "remat": "none"}, "tiny"),
+        (
+            "pipe=2,fsdp=2",
+            {"pipeline": "zb-v", "grad_accumulation": 4, "remat": "none", "pipeline_residuals": True},
+            "tiny",
+        ),
+        (
+            "pipe=2,fsdp=2,tensor=2",
+            {"pipeline": "zb-h1", "grad_accumulation": 4, "spread_head": True, "reshard_after_forward": "always"},
+            "qwen",
+        ),
+        ("pipe=2,data=2", {"pipeline": "1f1b", "grad_accumulation": 2, "spread_head": True, "zero": 1}, "gpt2"),
         pytest.param(
             "pipe=2,context=2",
             {"pipeline": "interleaved-1f1b", "chunks": 2, "context_strategy": "ulysses"},
@@ -88,7 +99,7 @@ WIDTH, ROWS = 4, 3
 def functions(count=lambda name: None) -> executor.Functions:
     def stage(layers, x, microbatch, part):
         def layer(x, weight):
-            x = jnp.sin(x @ weight)
+            x = jnp.sin(product("rd,de->re", x, weight))
             return x, jnp.sum(microbatch["weights"][:, None] * jnp.square(x))
 
         count("stage")
@@ -99,7 +110,7 @@ def functions(count=lambda name: None) -> executor.Functions:
         loss = jnp.sum(microbatch["weights"][:, None] * jnp.square(x @ ends["head"]))
         return loss, 2 * loss
 
-    return executor.Functions(lambda ends, microbatch: ends["table"][microbatch["ids"]], stage, head)
+    return executor.Functions(lambda ends, microbatch: ends["table"][microbatch["ids"]], stage, head, are_weights=True)
 
 
 def toy(num_layers: int, num_microbatches: int):
@@ -110,7 +121,7 @@ def toy(num_layers: int, num_microbatches: int):
     return ends, layers, {"ids": rng.integers(0, 5, shape), "weights": rng.random(shape)}
 
 
-def by_pipeline(schedule, functions, ends, layers, batch, fill):
+def by_pipeline(schedule, functions, ends, layers, batch, fill, keeps_residuals=False):
     """(reported, told, gradients), layers in order."""
     mesh = build_mesh(f"pipe={schedule.num_stages}", "", jax.devices()[: schedule.num_stages])
     size = layers.shape[0] // schedule.num_parts
@@ -118,7 +129,9 @@ def by_pipeline(schedule, functions, ends, layers, batch, fill):
     order = np.concatenate([np.arange(part * size, (part + 1) * size) for part in parts])
 
     def local(ends, layers, batch):
-        loss, told, by_ends, by_layers = executor.run(schedule, functions, ends, layers, batch, fill)
+        loss, told, by_ends, by_layers = executor.run(
+            schedule, functions, ends, layers, batch, keeps_residuals=keeps_residuals, fill=fill
+        )
         return loss, jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), (told["squares"], by_layers)
 
     with jax.set_mesh(mesh):
@@ -147,13 +160,15 @@ def by_one_device(ends, layers, batch):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 4), (4, 10)])
-def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches):
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "keeps_residuals"), [(2, 1, False), (4, 4, True), (4, 10, False), (2, 5, True)]
+)
+def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches, keeps_residuals):
     """Microbatches fewer than, as many as, more than the stages, and no multiple of them."""
     schedule = make(kind, stages, microbatches, chunks_of(kind))
     problem = toy(2 * schedule.num_parts, microbatches)
     want = by_one_device(*problem)
-    got = by_pipeline(schedule, functions(), *problem, fill=np.nan)
+    got = by_pipeline(schedule, functions(), *problem, np.nan, keeps_residuals)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.abs(b).max() > 1e-3
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * np.abs(b).max())

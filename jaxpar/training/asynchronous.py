@@ -18,13 +18,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.config import Config
 from jaxpar.numerics import widened
+from jaxpar.parallel import fsdp
 from jaxpar.parallel.axes import mesh_axes
 from jaxpar.parallel.batch import Batch
+from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline import asynchronous, executor
 from jaxpar.parallel.pipeline.asynchronous import Parts
 from jaxpar.training.model import Model
@@ -64,6 +67,12 @@ def check(config: Config) -> None:
         raise ValueError(f"{kind} has no loss scale for --precision float16; take bfloat16 or float32")
     if run.params_dtype == "bfloat16":
         raise ValueError(f"{kind} does not round its updates stochastically; leave --params-dtype at auto")
+    for flag, is_asked in (
+        ("--spread-head", config.parallel.spread_head),
+        ("--pipeline-residuals", config.parallel.pipeline_residuals),
+    ):
+        if is_asked:
+            raise ValueError(f"{flag} does not go with {kind}; leave it out")
     if config.model.tie_embeddings:
         raise ValueError(
             f"{config.model.name} ties its embedding to the head, but {kind} updates them at different times, on the "
@@ -80,7 +89,7 @@ def make_window(
     whole = jax.tree.map(lambda _: P(), model.abstract)
     reported = Reported(P(), P("pipe"))  # type: ignore[arg-type]  # specs in the place of arrays
     out_specs = Window(reported, whole, P(), model.specs, opt_specs)  # type: ignore[arg-type]
-    return model.layout.region(partial(_local, model, optimizer), in_specs, out_specs)
+    return model.layout.region(partial(_local, model, optimizer, opt_specs), in_specs, out_specs)
 
 
 class _State(NamedTuple):
@@ -95,14 +104,18 @@ class _State(NamedTuple):
 def _local(
     model: Model,
     optimizer: optax.GradientTransformation,
+    opt_specs: PyTree,
     params: PyTree,
     opt_state: PyTree,
     step: Int[Array, ""],
     batch: Batch,
 ) -> Window:
     """One rank's part."""
-    layout, wide = model.layout, widened(model.dtype)
+    # Weights change: those of FSDP are gathered each time. The ends are one stage's for as long as a window lasts.
+    layout = dataclasses.replace(model.layout, gathered_over=frozenset({executor.AXIS}))
+    wide, specs = widened(model.dtype), (model.specs, opt_specs)
     assert layout.schedule is not None
+    params, opt_state = jax.tree_util.tree_map_with_path(partial(_whole_end, layout), (params, opt_state), specs)
     of_update = asynchronous.updates_of(layout.schedule)
     num_updates = int(of_update[-1]) + 1
     counts = layout.sum_over_tokens(jnp.sum(batch.loss_weights, (1, 2))).astype(wide)
@@ -129,7 +142,7 @@ def _local(
             for part, own in zip(Parts._fields, parts, strict=True)
         )
     )
-    pieces = model.pieces(params)
+    pieces = model.pieces(params, layout)
 
     def stage(layers: PyTree, x: Array, **where: PyTree) -> tuple[Array, Array, PyTree]:
         return pieces.stage(layers["blocks"], x, **where)
@@ -144,13 +157,16 @@ def _local(
         shares,
     )
     squares = {name: tree for state in states for name, tree in state.squares.items()}
-    sums = jax.tree.map(lambda square, spec: _sum(square, layout.present(mesh_axes(spec))), squares, model.specs)
+    sums = jax.tree_util.tree_map_with_path(partial(_sum_over_cuts, layout), squares, model.specs)
+    params = {name: tree for part in parts for name, tree in part.items()}
+    opt_state = _at_step(_joined(Parts(*(state.opt_state for state in states))), step + 1)
+    params, opt_state = jax.tree_util.tree_map_with_path(partial(_own_end, layout), (params, opt_state), specs)
     return Window(
         jax.tree.map(layout.sum_over_tokens, Reported(loss, told)),
         jax.tree.map(lambda total: jnp.sqrt(total / num_updates), sums),
         num_tokens,
-        {name: tree for part in parts for name, tree in part.items()},
-        _at_step(_joined(Parts(*(state.opt_state for state in states))), step + 1),
+        params,
+        opt_state,
     )
 
 
@@ -168,8 +184,31 @@ def _without_pipe(owed: PyTree) -> PyTree:
     )
 
 
-def _sum(x: Array, axes: tuple[str, ...]) -> Array:
-    return jax.lax.psum(x, axes) if axes else x
+def _cuts(layout: Layout, path: tuple, spec: P) -> fsdp.Cuts:
+    """The dims of a leaf that are cut over stages, and are not layers."""
+    return layout.cuts_before_stages(spec, ("layers" if _owner(path) == "layers" else None,))
+
+
+def _whole_end(layout: Layout, path: tuple, leaf: Array, spec: P) -> Array:
+    """A leaf as the stages have it in a window."""
+    for dim, axes in _cuts(layout, path, spec):
+        leaf = lax.all_gather(leaf, axes, axis=dim, tiled=True)
+    return leaf
+
+
+def _own_end(layout: Layout, path: tuple, leaf: Array, spec: P) -> Array:
+    """This rank's part of it."""
+    for dim, axes in _cuts(layout, path, spec):
+        size = leaf.shape[dim] // layout.axis_size(*axes)
+        leaf = lax.dynamic_slice_in_dim(leaf, lax.axis_index(axes) * size, size, dim)
+    return leaf
+
+
+def _sum_over_cuts(layout: Layout, path: tuple, square: Array, spec: P) -> Array:
+    """Over the ranks that have other elements of a parameter."""
+    whole_over = frozenset() if _owner(path) == "layers" else {executor.AXIS}
+    axes = layout.present(mesh_axes(spec) - whole_over)
+    return lax.psum(square, axes) if axes else square
 
 
 def _only(opt_state: PyTree, part: str) -> PyTree:
@@ -189,7 +228,7 @@ def _joined(states: Parts) -> PyTree:
 
 
 def _owner(path: tuple) -> str | None:
-    """Which part a leaf of an optimizer's state is of; None for a count."""
+    """Which part a leaf of parameters or an optimizer's state is of; None for a count."""
     names = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
     first = next(names, None)
     return None if first is None else _part_of(first)

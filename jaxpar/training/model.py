@@ -3,6 +3,7 @@
 Everything after this file (gradients, optimizers, checkpoints) sees nested dicts of arrays.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -129,15 +130,29 @@ class Model:
     def through_pipeline(self, params: PyTree, batch: Batch, fill: float = 0.0) -> tuple[Reported, PyTree]:
         """(what is reported, gradients) of a step's microbatches [M, B, S] by the layout's schedule; in its region. For
         `fill` see executor.run."""
-        blocks, schedule = params["blocks"], self.layout.schedule
+        layout = self.layout.in_stages()
+        assert layout.schedule is not None
+        before = jax.tree.map(
+            lambda _, spec, names: layout.cuts_before_stages(spec, names), params, self.computed_specs, self.names
+        )
+        params = jax.tree.map(layout.before_stages, params, before, self.names)
+        blocks = params["blocks"]
         ends = {name: tree for name, tree in params.items() if name != "blocks"}
-        assert schedule is not None
-        loss, told, by_ends, by_blocks = executor.run(schedule, self.pieces(params), ends, blocks, batch, fill)
-        return Reported(loss, told), {**by_ends, "blocks": by_blocks}
+        specs = jax.tree.leaves(self.computed_specs["blocks"], is_leaf=_is_spec)
+        cuts = [layout.cuts_in_stages(spec) for spec in specs]
+        functions = dataclasses.replace(
+            self.pieces(params, layout),
+            summed=lambda grads: {number: layout.summed(grad, cuts[number]) for number, grad in grads.items()},
+            are_ends_spread=layout.spreads_head,
+        )
+        loss, told, by_ends, by_blocks = executor.run(
+            layout.schedule, functions, ends, blocks, batch, keeps_residuals=layout.keeps_residuals, fill=fill
+        )
+        grads = jax.tree.map(layout.summed, {**by_ends, "blocks": by_blocks}, before)
+        return Reported(loss, told), grads
 
-    def pieces(self, params: PyTree) -> executor.Functions:
+    def pieces(self, params: PyTree, layout: Layout) -> executor.Functions:
         """The model as a pipeline takes it; of `params` the values do not count where a piece is given its own."""
-        layout = self.layout
 
         def module(own: PyTree) -> Transformer:
             return self._module({**params, **own})
@@ -146,10 +161,14 @@ class Model:
             x, told = module({}).stack(nnx.State(blocks), x, microbatch, layout)
             return x, auxiliary_loss(told, widened(x.dtype)), told
 
+        def is_weight(_: Array, names: tuple[str | None, ...]) -> bool:
+            return "embed" in names and "experts" not in names
+
         return executor.Functions(
             embed=lambda ends, microbatch: module(ends).embed(microbatch, layout),
             stage=stage,
             head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
+            are_weights=jax.tree.map(is_weight, params["blocks"], self.names["blocks"]),
         )
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
@@ -170,8 +189,12 @@ class Model:
     @cached_property
     def computed_specs(self) -> PyTree:
         of = self.layout.whole_spec if self.keeps_whole_weights else lambda spec: spec
-        return jax.tree.map(of, self.specs, is_leaf=lambda node: isinstance(node, P))
+        return jax.tree.map(of, self.specs, is_leaf=_is_spec)
 
 
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)

@@ -14,10 +14,11 @@ The pipeline drains after M microbatches, so that metrics, evaluation and checkp
 has had all updates. Both formulas hold from one drain to the next, w(t) = w(0) for t < 0: M should be many times P.
 Collectives, in bytes: per tick A in each direction, as in executor.py; per update of a stage the all-reduce of its own
 gradients over `data` and whatever else owes them; per M microbatches one all-reduce over `pipe` of the embedding, final
-norm, head and of what the optimizer keeps of them.
+norm, head and of what the optimizer keeps of them. FSDP's weights are gathered in each action, since they change.
 Memory: every rank has as many versions as the stage with the most (P under PipeDream), in the parameters' own dtype;
 gradients are kept under 2BW alone.
-Limits: one chunk; an action copies its version of the weights out of the stack.
+Limits: one chunk; an action copies its version of the weights out of the stack; a backward pass computes its stage's
+forward pass again.
 """
 
 from collections.abc import Callable
@@ -148,7 +149,7 @@ def run(
         row = jax.tree.map(lambda column: column[stage], rows)
         x, dy = (_at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
         microbatch, share = _at((batch, shares), row["microbatch"])
-        x, made, results = _act(functions, updates, fill, stage, row, microbatch, share, x, dy, loss, told, parts)
+        x, made, results = _act(functions, updates, fill, row, microbatch, share, x, dy, loss, told, parts)
         arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
         buffers = dict(buffers, inputs=_put(buffers["inputs"], x, row["looked_up"]))
         for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
@@ -156,22 +157,14 @@ def run(
         return (buffers, results), None
 
     buffers = {
-        name: jnp.full((count + 1, *activation.shape), fill, activation.dtype)
-        for name, count in program.num_slots.items()
+        # Something arrives in every tick; what nobody reads goes to a spare slot.
+        name: jnp.full((program.num_slots[name] + 1, *activation.shape), fill, activation.dtype)
+        for name in ("inputs", "gradients")
     }
-    rows = {
-        "op": program.op,
-        "is_last": program.part == schedule.num_parts - 1,
-        "microbatch": program.microbatch,
-        "slots": dict(program.slots),
-        "looked_up": program.looked_up,
-        "arrivals": tuple(program.arrivals.values()),
-        "reads": versions.reads,
-        "latest": versions.latest,
-        "closes": versions.closes,
-    }
+    of_versions = {"reads": versions.reads, "latest": versions.latest, "closes": versions.closes}
+    rows = {**program.rows()["own"], **jax.tree.map(jnp.asarray, of_versions)}
     start = buffers, (zeros(reported), zeros(told), Parts(*map(kept, weights, states, versions.num_kept)))
-    (_, (loss, told, parts)), _ = lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))
+    (_, (loss, told, parts)), _ = lax.scan(tick, start, rows)
 
     def of_stage(owner: int, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: lax.psum(jnp.where(stage == owner, x, jnp.zeros((), x.dtype)), AXIS), tree)
@@ -188,7 +181,6 @@ def _act(
     functions: Functions,
     updates: Parts,
     fill: float,
-    index: Int[Array, ""],
     row: dict[str, Any],
     microbatch: PyTree,
     share: Float[Array, ""],
@@ -201,9 +193,8 @@ def _act(
     """A stage's tick: (its input, what it sends on, results). Results pass through conditionals as sums do in
     executor._act."""
     first, layers, last = parts
-    is_forward, is_backward, is_first = row["op"] == Op.F, row["op"] == Op.BW, index == 0
     embed = partial(functions.embed, microbatch=microbatch)
-    stage = partial(functions.stage, microbatch=microbatch, part=index)
+    stage = partial(functions.stage, microbatch=microbatch, part=row["part"])
     head = partial(functions.head, microbatch=microbatch)
 
     def read(part: _Kept) -> PyTree:
@@ -241,11 +232,11 @@ def _act(
         (gradients,) = jax.vjp(embed, read(first))[1](made)
         return advanced(first, updates.first, gradients)
 
-    x = _when(is_forward & is_first, lambda x: embed(read(first)), x)
-    made, told = _when(is_forward, forward, jnp.full(x.shape, fill, x.dtype), told)
-    made, layers = _when(is_backward, backward, made, layers)
-    made, loss, last = _when(is_forward & row["is_last"], add_head, made, loss, last)
-    first = _when(is_backward & is_first, add_embedding, first)
+    x = _when(row["looks_up"], lambda x: embed(read(first)), x)
+    made, told = _when(row["op"] == Op.F, forward, jnp.full(x.shape, fill, x.dtype), told)
+    made, layers = _when(row["op"] == Op.BW, backward, made, layers)
+    made, loss, last = _when(row["is_scored"], add_head, made, loss, last)
+    first = _when(row["ends_backward"], add_embedding, first)
     return x, made, (loss, told, Parts(first, layers, last))
 
 
