@@ -117,7 +117,8 @@ class ParallelConfig:
     """Microbatches per step, the pipeline's under `pipe`; gradients are summed over `data` once, after the last."""
     pipeline: Annotated[str, _alias("pipeline")] = "1f1b"
     """Schedule of the microbatches through the stages of `pipe`: gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2; with chunks
-    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v. `jaxpar schedule` draws them."""
+    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v; asynchronous, a step's microbatches changing the weights one after
+    another, pipedream (each) and pipedream-2bw (by at least as many as stages). `jaxpar schedule` draws them."""
     chunks: Annotated[int, _alias("chunks")] = 1
     """Parts of the model that a stage of `pipe` holds, each of as many layers."""
     pipeline_residuals: Annotated[bool, _alias("pipeline-residuals")] = False

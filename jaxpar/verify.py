@@ -21,6 +21,7 @@ from jaxpar.config import Config, DataConfig, OptimizerConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
+from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.remat import Remat
 from jaxpar.planning.traffic import Traffic, TrafficSettings, pipeline_traffic, step_traffic
@@ -56,6 +57,12 @@ class Verdict:
 
 def verify(config: Config, mesh: Mapping[str, int]) -> Verdict:
     """Hold a layout against one device. The process must have `math.prod(mesh.values())` CPU devices and x64 on."""
+    kind = KINDS.get(config.parallel.pipeline)
+    if kind is not None and not kind.synchronous:
+        raise ValueError(
+            f"--pipeline {kind.name} changes the weights between a microbatch and the next, so its numbers are not one "
+            "device's and there is nothing to verify; take a synchronous kind, such as 1f1b"
+        )
     setup.make_model(dataclasses.replace(config, data=_small_data(config, mesh, scale=1)), setup.make_mesh(config))
     numbers = compare(small(config, mesh, scale=1))
     compiled = small(config, mesh, scale=32)

@@ -20,6 +20,7 @@ from jaxpar.parallel.pipeline.schedule import Schedule
 from jaxpar.parallel.pipeline.validate import validate
 from jaxpar.parallel.remat import Remat, check_offload
 from jaxpar.parallel.vocab import Objective
+from jaxpar.training import asynchronous
 from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
 from meshes import build_mesh
@@ -36,7 +37,7 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     dtypes = Precision.of(config.run)
     parallel = config.parallel
     sizes = mesh.shape if mesh is not None else {"pipe": 1, "context": 1}
-    schedule = make_schedule(config, sizes["pipe"])
+    schedule = make_schedule(config, sizes["pipe"]) if mesh is not None else None
     num_parts = schedule.num_parts if schedule is not None else 1
     strategy = parallel.context_strategy if mesh is not None else "auto"
     layout = Layout(
@@ -68,13 +69,14 @@ def reshards(asked: Literal["auto", "always", "never"], num_stages: int) -> bool
 
 
 def make_schedule(config: Config, num_stages: int) -> Schedule | None:
-    """Of the config's pipeline; None for one stage. Raises ValueError for what cannot run, or not on so many."""
-    if num_stages == 1:
-        return None
+    """Of the config's pipeline; None for one stage, which has one only where it is updated between microbatches. Raises
+    ValueError for what cannot run, or not on so many."""
     parallel, num_layers = config.parallel, config.model.num_layers
     kind = KINDS.get(parallel.pipeline)
-    if kind and (kind.needs_slices or not kind.synchronous):
-        works = ", ".join(name for name, kind in KINDS.items() if kind.synchronous and not kind.needs_slices)
+    if num_stages == 1 and (kind is None or kind.synchronous):
+        return None
+    if kind and kind.needs_slices:
+        works = ", ".join(name for name, kind in KINDS.items() if not kind.needs_slices)
         raise ValueError(
             f"--pipeline {parallel.pipeline} can be drawn and simulated, but not run yet; these can: {works}"
         )
@@ -114,6 +116,8 @@ def check(config: Config, layout: Layout) -> None:
     """Raise ValueError, in one line, for the first size that the layout cannot cut into equal parts."""
     if layout.mesh is not None:
         check_offload(layout.remat, layout.mesh.devices.flat[0])
+    if kinds.is_asynchronous(layout.schedule):
+        asynchronous.check(config)
     layout.check_divisible(config.data.batch_size, "batch", "--batch-size", config.parallel.grad_accumulation)
     layout.check_divisible(config.model.num_heads, "heads", "--model.num-heads")
     layout.check_divisible(config.model.mlp_dim, "mlp", "--model.mlp-dim")
