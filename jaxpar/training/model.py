@@ -137,7 +137,7 @@ class Model:
             return self._module({**ends, "blocks": blocks})
 
         def stage(blocks: PyTree, x: Array, microbatch: Batch, part: Int[Array, ""]) -> tuple[Array, Array, Told]:
-            x, told = module(ends).stack(nnx.State(blocks), x, microbatch, layout)
+            x, told = module(ends).stack(nnx.State(blocks), x, microbatch, layout, part)
             return x, auxiliary_loss(told, widened(x.dtype)), told
 
         functions = executor.Functions(
