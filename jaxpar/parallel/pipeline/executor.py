@@ -10,8 +10,8 @@ Collectives per step, in bytes of one microbatch's activation A = B x S x D of a
     those of FSDP and the others: once in each action, that is, weights are gathered per microbatch
 Within a branch only collectives among the ranks of one stage are right: stages are at different branches then, and a
 permute is one operation of all devices. So attention under `context` gathers or exchanges, and never sends around.
-Limits: as many slots for layers in each chunk (see stack.py); embedding and head whole on every stage, computed on one. With several chunks an
-action copies its chunk's weights out of the stack.
+Limits: as many slots for layers in each chunk (stack.py); embedding and head whole on every stage, computed on one.
+With several chunks an action copies its chunk's weights out of the stack.
 """
 
 from collections.abc import Callable, Mapping
