@@ -145,18 +145,19 @@ def test_no_optimizer_sees_empty_slots(name):
     """Four updates by made-up gradients of the layers are those without a mesh; what belongs to no layer stays zero,
     but for the floor under Adafactor's squares, which multiplies zeros."""
     settings = {"name": name, "weight_decay": 0.1, "learning_rate": 0.05, "warmup_steps": 0, **SETTINGS[name]}
-    asked = with_optimizer(with_layers(7, "qwen", "pipe=4,fsdp=2"), **settings)
+    asked = with_optimizer(with_layers(5, "tiny", "pipe=2,fsdp=2"), **settings)
+    asked = dataclasses.replace(asked, model=asked.model.replace(vocab_size=256))  # without padding
     outcomes = []
     for on_mesh in (True, False):
         mesh, model, tx = made(asked, on_mesh)
-        order = model.layout.layer_order(7)
+        order = model.layout.layer_order(5)
         with jax.set_mesh(mesh) if mesh is not None else jax.default_device(jax.devices()[0]):
             state = init_state(model, tx, seed=0)
             params, opt_state = state.params, state.opt_state
 
             def gradient(param, names, order=order):
                 """Of each element's own, by its layer; zero where there is none."""
-                grad = jnp.cos(40 * param) * (param != 0)
+                grad = jnp.cos(40 * param)
                 if names[0] != "layers":
                     return grad
                 which = jnp.asarray(order + 1, param.dtype).reshape(-1, *[1] * (param.ndim - 1))
@@ -175,13 +176,13 @@ def test_no_optimizer_sees_empty_slots(name):
                 params, opt_state, norms = update(params, opt_state)
             moved = true_sizes(model, params)
             averaged = true_sizes(model, jax.jit(optimizers.evaluation_params)(opt_state, params))
-            assert all(np.abs(moved[path] - start[path]).max() > 1e-3 for path in start)
+            assert all(np.abs(moved[path] - start[path]).max() > 1e-5 for path in start)
             outcomes.append((moved, averaged, norms))
         if on_mesh:
             held = canonical.flat(dataclasses.replace(state, params=params, opt_state=opt_state))
             forms = canonical.forms(model, tx)
             stacked = {path: np.asarray(held[path]) for path, form in forms.items() if form.order is not None}
-            assert len(stacked) > 2 * 10  # parameters and their moments
+            assert len(stacked) >= 2 * 9  # parameters and their moments
             floor = 1e-29 if name == "adafactor" else 0.0
             for path, leaf in stacked.items():
                 limit = floor if ".second." in path else 0.0
@@ -276,7 +277,7 @@ def test_an_empty_slot_is_skipped(remat):
     jax.effects_barrier()
     assert len(runs) == 3
     by_slots = jax.jit(jax.grad(loss), static_argnums=2)(weights, jnp.int32(3), again)
-    np.testing.assert_allclose(by_slots[:3], jax.grad(loss)(weights[:3], None, again), rtol=1e-12)
+    np.testing.assert_allclose(by_slots[:3], jax.grad(loss)(weights[:3], None, FULL), rtol=1e-12)
     assert not np.any(by_slots[3:])
 
 
@@ -317,7 +318,7 @@ def test_a_skipped_layer_as_compiled_for_gpus():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_a_checkpoint_knows_no_slots(tmp_path, optimizer):
-    """Of 7 layers on 4 stages, read on 2 stages, on chunks in a V, under ZeRO-1, and by no pipeline; and back."""
+    """Of 7 layers on 4 stages, read on 2 with chunks in a V, under ZeRO-1, and by no pipeline; and back."""
 
     def on(mesh: str, **parallel):
         asked = with_optimizer(with_layers(7, "tiny", mesh, **parallel), name=optimizer)
@@ -352,8 +353,7 @@ def test_a_checkpoint_knows_no_slots(tmp_path, optimizer):
         checkpoints.wait()
     assert sum(form.shape[:1] == (7,) for form in forms.values()) > 2 * 9
     for name, parallel in (
-        ("pipe=2,fsdp=2", {"layers_per_stage": "2,5", "zero": 1}),
-        ("pipe=2", {"pipeline": "zb-v"}),
+        ("pipe=2,fsdp=2", {"pipeline": "zb-v", "layers_per_stage": "1,3,2,1", "zero": 1}),
         ("fsdp=2", {}),
         ("pipe=4,fsdp=2", {}),
     ):
