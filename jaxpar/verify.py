@@ -23,6 +23,7 @@ from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline.stack import slots_of
 from jaxpar.parallel.remat import Remat
 from jaxpar.planning.traffic import Traffic, TrafficSettings, pipeline_traffic, step_traffic
 from jaxpar.training import optimizers, setup
@@ -104,11 +105,11 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
     num_kv_heads = same_cut(
         "kv_heads", model.num_kv_heads, (n for n in itertools.count(fewest) if n * group % tensor == 0)
     )
-    data = _small_data(config, mesh, scale)
+    data, counts = _small_data(config, mesh, scale), _layers_per_part(config, mesh)
     shrunk = model.replace(
         vocab_size=512 if model.vocab_size % 256 == 0 else 500,
         embed_dim=same_cut("embed", model.embed_dim, itertools.count(32 * scale, 2)),
-        num_layers=_num_layers(config, mesh),
+        num_layers=sum(counts),
         num_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
         head_dim=8 * scale,
@@ -117,16 +118,18 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
         rope_original_seq_len=data.seq_len,
         sliding_window=None if model.sliding_window is None else data.seq_len // 3,
     )
-    return dataclasses.replace(config, model=shrunk, data=data)
+    uneven = ",".join(map(str, counts)) if len({*counts}) > 1 else ""
+    parallel = dataclasses.replace(config.parallel, layers_per_stage=uneven)
+    return dataclasses.replace(config, model=shrunk, data=data, parallel=parallel)
 
 
-def _num_layers(config: Config, mesh: Mapping[str, int]) -> int:
-    """More than one in a part of a pipeline, if the model has as many, and more than remat has in a group."""
-    schedule = setup.make_schedule(config, mesh["pipe"])
-    parts = schedule.num_parts if schedule is not None else 1
-    per_part = config.model.num_layers // parts
-    fewest = 3 if parts == 1 else 2
-    return parts * min(per_part, max(fewest, Remat.parse(config.parallel.remat, per_part).every + 1))
+def _layers_per_part(config: Config, mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """As unequal as the config's: more than one in the largest part, if it has as many, and more than remat has in a
+    group."""
+    counts = setup.layers_per_part(config, setup.make_schedule(config, mesh["pipe"]))
+    fewest = max(3 if len(counts) == 1 else 2, Remat.parse(config.parallel.remat, max(counts)).every + 1)
+    fewer = min(max(0, max(counts) - fewest), min(counts) - 1)
+    return tuple(count - fewer for count in counts)
 
 
 def _small_data(config: Config, mesh: Mapping[str, int], scale: int) -> DataConfig:
@@ -192,12 +195,12 @@ def random_batch(config: Config) -> Batch:
 
 
 def true_sizes(model: Model, params: PyTree) -> dict[str, np.ndarray]:
-    """The parameters by path, on the host, without the vocabulary's padding, layers in order."""
-    in_order = np.argsort(model.layout.layer_order(model.config.num_layers))
+    """The parameters by path, on the host, without padding, layers in order."""
+    slots = slots_of(model.layout.layer_order(model.config.num_layers))
 
     def true(leaf: Any, names: tuple[str | None, ...]) -> np.ndarray:
         whole = np.asarray(leaf)[tuple(slice(model.config.vocab_size if name == "vocab" else None) for name in names)]
-        return whole[in_order] if names[0] == "layers" else whole
+        return whole[slots] if names[0] == "layers" else whole
 
     cut = jax.tree.map(true, params, model.names)
     return {

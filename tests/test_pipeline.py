@@ -278,8 +278,14 @@ def marked(leaf):
 @pytest.mark.parametrize(
     ("mesh", "parallel", "complaint"),
     [
-        ("pipe=4", {}, "--model.num-layers 6 is not divisible by pipe=4; the nearest that is: 4 or 8"),
-        ("pipe=2", {"pipeline": "looped-bfs", "chunks": 2}, "not divisible by pipe=2 x 2 chunks"),
+        ("pipe=2", {"pipeline": "looped-bfs", "chunks": 4}, "--model.num-layers 6 is too few for pipe=2 x 4 chunks"),
+        ("pipe=2", {"layers_per_stage": "3,2"}, "--layers-per-stage 3,2 adds up to 5 layers, not to the model's 6"),
+        ("pipe=2", {"layers_per_stage": "2,2,2"}, "--layers-per-stage 2,2,2 has 3 numbers; pipe=2 takes 2"),
+        ("pipe=2", {"layers_per_stage": "6,0"}, "--layers-per-stage 6,0 has a part without a layer; give each"),
+        ("pipe=2", {"layers_per_stage": "3,-3"}, "--layers-per-stage 3,-3 is no list of numbers; give 2, as in 7,8"),
+        ("pipe=2", {"pipeline": "auto", "chunks": 2}, "--pipeline auto searches tables of one chunk, not --chunks 2"),
+        ("pipe=2", {"pipeline": "auto", "pipeline_memory_limit": 0.5}, "--pipeline-memory-limit 0.5 is below one"),
+        ("pipe=2", {"pipeline_memory_limit": 2.0}, "--pipeline-memory-limit 2 has no use with --pipeline 1f1b, whose"),
         ("pipe=2", {"pipeline": "interleaved-1f1b"}, "needs 2 or more chunks per stage, none given"),
         ("pipe=2", {"chunks": 3}, "1f1b needs exactly 1 chunk per stage, not 3; interleaved-1f1b and looped-bfs"),
         ("pipe=2", {"pipeline": "terapipe"}, "can be drawn and simulated, but not run yet; these can: gpipe, 1f1b"),

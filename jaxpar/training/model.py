@@ -158,7 +158,7 @@ class Model:
             return self._module({**params, **own})
 
         def stage(blocks: PyTree, x: Array, microbatch: Batch, part: Int[Array, ""]) -> tuple[Array, Array, Told]:
-            x, told = module({}).stack(nnx.State(blocks), x, microbatch, layout)
+            x, told = module({}).stack(nnx.State(blocks), x, microbatch, layout, part)
             return x, auxiliary_loss(told, widened(x.dtype)), told
 
         def is_weight(_: Array, names: tuple[str | None, ...]) -> bool:
