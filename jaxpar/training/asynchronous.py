@@ -34,7 +34,8 @@ from jaxpar.training.model import Model
 from models.transformer import Reported
 
 OPTIMIZERS = ("adamw", "lion", "sgd")
-_FIRST = ("embedding", "position_embedding")
+_NAMES = Parts(("embedding", "position_embedding"), ("blocks",), ("final_norm", "head"))
+"""Of parameters, their first words."""
 
 
 class Window(NamedTuple):
@@ -172,7 +173,7 @@ def _local(
 
 def _part_of(name: str) -> str:
     """Which of the Parts a parameter is in, by its name's first word."""
-    return "layers" if name == "blocks" else "first" if name in _FIRST else "last"
+    return next(part for part, names in zip(Parts._fields, _NAMES, strict=True) if name in names)
 
 
 def _without_pipe(owed: PyTree) -> PyTree:

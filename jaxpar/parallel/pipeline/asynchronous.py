@@ -14,7 +14,8 @@ The pipeline drains after M microbatches, so that metrics, evaluation and checkp
 has had all updates. Both formulas hold from one drain to the next, w(t) = w(0) for t < 0: M should be many times P.
 Collectives, in bytes: per tick A in each direction, as in executor.py; per update of a stage the all-reduce of its own
 gradients over `data` and whatever else owes them; per M microbatches one all-reduce over `pipe` of the embedding, final
-norm, head and of what the optimizer keeps of them. FSDP's weights are gathered in each action, since they change.
+norm, head and of what the optimizer keeps of them, before which those with a vocabulary, cut over `pipe` in between,
+are gathered. FSDP's weights are gathered in each action, since they change.
 Memory: every rank has as many versions as the stage with the most (P under PipeDream), in the parameters' own dtype;
 gradients are kept under 2BW alone.
 Limits: one chunk; an action copies its version of the weights out of the stack; a backward pass computes its stage's
