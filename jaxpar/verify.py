@@ -20,7 +20,7 @@ from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig, OptimizerConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
-from jaxpar.parallel.context import ContextStrategy
+from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.remat import Remat
 from jaxpar.planning.traffic import Traffic, TrafficSettings, pipeline_traffic, step_traffic
@@ -253,7 +253,7 @@ def abstract_batch(config: Config, model: Model) -> Batch:
 
 def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
     """What the strategies' formulas say that `compiled_traffic` finds."""
-    dtypes = Precision.of(config.run)
+    dtypes, schedule = Precision.of(config.run), setup.make_schedule(config, mesh["pipe"])
     settings = TrafficSettings(
         mesh=mesh,
         batch_size=config.data.batch_size,
@@ -265,14 +265,13 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
         reshard_after_forward=config.parallel.reshard_after_forward,
         remat=config.parallel.remat,
         zero=config.parallel.zero,
-        context=ContextStrategy.parse(
-            config.parallel.context_strategy, config.parallel.context_order, mesh["context"], mesh["pipe"]
-        ),
+        context=setup.context_strategy(config, mesh, schedule),
     )
-    schedule = setup.make_schedule(config, mesh["pipe"])
     if schedule is None:
         return step_traffic(config.model, settings)
-    return pipeline_traffic(config.model, settings, schedule.num_ticks * len(Program.of(schedule).hops))
+    is_looped = schedule.kind in looped.KINDS
+    hops = 2 * looped.num_ticks(schedule) if is_looped else schedule.num_ticks * len(Program.of(schedule).hops)
+    return pipeline_traffic(config.model, settings, hops)
 
 
 def agree(found: Mapping[str, Mapping[str, Mapping[str, int]]], expected: Traffic) -> bool:

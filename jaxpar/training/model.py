@@ -20,7 +20,7 @@ from jaxpar.numerics import widened
 from jaxpar.parallel import zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.pipeline import executor
+from jaxpar.parallel.pipeline import executor, looped
 from jaxpar.parallel.vocab import Objective
 from models.config import ModelConfig
 from models.transformer import Reported, Told, Transformer, auxiliary_loss
@@ -145,7 +145,8 @@ class Model:
             stage=stage,
             head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
         )
-        loss, told, by_ends, by_blocks = executor.run(layout.schedule, functions, ends, blocks, batch, fill)
+        run = looped.run if layout.schedule.kind in looped.KINDS else executor.run
+        loss, told, by_ends, by_blocks = run(layout.schedule, functions, ends, blocks, batch, fill)
         return Reported(loss, told), {**by_ends, "blocks": by_blocks}
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:

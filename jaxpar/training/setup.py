@@ -1,6 +1,6 @@
 """From a config to a model on a mesh; what cannot work is said here, before anything is compiled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxpar.parallel.axes import mesh_axes
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import multiple
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.pipeline import kinds
+from jaxpar.parallel.pipeline import kinds, looped
 from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.schedule import Schedule
 from jaxpar.parallel.pipeline.validate import validate
@@ -37,7 +37,6 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     sizes = mesh.shape if mesh is not None else {"pipe": 1, "context": 1}
     schedule = make_schedule(config, sizes["pipe"])
     num_parts = schedule.num_parts if schedule is not None else 1
-    strategy = parallel.context_strategy if mesh is not None else "auto"
     layout = Layout(
         mesh=mesh,
         compute_dtype=dtypes.compute,
@@ -46,7 +45,7 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         reshard_after_forward=parallel.reshard_after_forward,
         remat=Remat.parse(parallel.remat, config.model.num_layers // num_parts),
         zero=parallel.zero,
-        context=ContextStrategy.parse(strategy, parallel.context_order, sizes["context"], sizes["pipe"]),
+        context=context_strategy(config, sizes, schedule) if mesh is not None else ContextStrategy(),
         packs_documents=config.data.pack_documents,
         attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
         is_fp8=config.run.matmul == "fp8",
@@ -55,6 +54,14 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     check(config, layout)
     return Model(
         config.model, layout, dtypes.params, Objective(config.optimizer.z_loss, config.optimizer.label_smoothing)
+    )
+
+
+def context_strategy(config: Config, mesh: Mapping[str, int], schedule: Schedule | None) -> ContextStrategy:
+    """The config's, on a mesh of these sizes. Raises ValueError for what the schedule rules out."""
+    branches = schedule is not None and schedule.kind not in looped.KINDS
+    return ContextStrategy.parse(
+        config.parallel.context_strategy, config.parallel.context_order, mesh["context"], branches
     )
 
 
