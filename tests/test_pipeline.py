@@ -110,7 +110,7 @@ def toy(num_layers: int, num_microbatches: int):
     return ends, layers, {"ids": rng.integers(0, 5, shape), "weights": rng.random(shape)}
 
 
-def by_pipeline(schedule, functions, ends, layers, batch, fill):
+def by_pipeline(schedule, functions, ends, layers, batch, fill, run=executor.run):
     """(reported, told, gradients), layers in order."""
     mesh = build_mesh(f"pipe={schedule.num_stages}", "", jax.devices()[: schedule.num_stages])
     size = layers.shape[0] // schedule.num_parts
@@ -118,13 +118,13 @@ def by_pipeline(schedule, functions, ends, layers, batch, fill):
     order = np.concatenate([np.arange(part * size, (part + 1) * size) for part in parts])
 
     def local(ends, layers, batch):
-        loss, told, by_ends, by_layers = executor.run(schedule, functions, ends, layers, batch, fill)
+        loss, told, by_ends, by_layers = run(schedule, functions, ends, layers, batch, fill)
         return loss, jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), (told["squares"], by_layers)
 
     with jax.set_mesh(mesh):
         placed = jax.device_put(layers[order], NamedSharding(mesh, P("pipe")))
-        run = jax.shard_map(local, in_specs=(P(), P("pipe"), P()), out_specs=(P(), P(), P("pipe")), check_vma=False)
-        loss, by_ends, by_layers = jax.device_get(jax.jit(run)(ends, placed, batch))
+        mapped = jax.shard_map(local, in_specs=(P(), P("pipe"), P()), out_specs=(P(), P(), P("pipe")), check_vma=False)
+        loss, by_ends, by_layers = jax.device_get(jax.jit(mapped)(ends, placed, batch))
     return loss, by_ends, *(each[np.argsort(order)] for each in by_layers)
 
 
