@@ -3,6 +3,7 @@
 Everything after this file (gradients, optimizers, checkpoints) sees nested dicts of arrays.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.numerics import widened
-from jaxpar.parallel import zero
+from jaxpar.parallel import fsdp, zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline import executor, looped
@@ -132,6 +133,10 @@ class Model:
         layout, blocks = self.layout, params["blocks"]
         ends = {name: tree for name, tree in params.items() if name != "blocks"}
         assert layout.schedule is not None
+        is_looped = layout.schedule.kind in looped.KINDS
+        gathers_once = is_looped and layout.zero == 3 and not layout.reshard_after_forward
+        if gathers_once:
+            blocks, layout = self._gathered(blocks), dataclasses.replace(layout, zero=1)
 
         def module(ends: PyTree) -> Transformer:
             return self._module({**ends, "blocks": blocks})
@@ -141,13 +146,32 @@ class Model:
             return x, auxiliary_loss(told, widened(x.dtype)), told
 
         functions = executor.Functions(
-            embed=lambda ends, microbatch: module(ends).embed(microbatch, layout),
+            embed=lambda ends, microbatch: module(ends).embed(microbatch, self.layout),
             stage=stage,
-            head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
+            head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, self.layout, self.objective),
         )
-        run = looped.run if layout.schedule.kind in looped.KINDS else executor.run
+        run = looped.run if is_looped else executor.run
         loss, told, by_ends, by_blocks = run(layout.schedule, functions, ends, blocks, batch, fill)
+        if gathers_once:
+            by_blocks = self._scattered(by_blocks)
         return Reported(loss, told), {**by_ends, "blocks": by_blocks}
+
+    def _gathered(self, blocks: PyTree) -> PyTree:
+        """The layers' kernels, whole over FSDP's axes and in compute dtype: a layout's at zero=1."""
+        dtype, reduce_dtype = self.layout.compute_dtype, self.layout.reduce_dtype
+
+        def gathered(weight: Array, spec: P, names: tuple[str | None, ...]) -> Array:
+            return fsdp.gather(weight, self.layout.token_cuts(spec), dtype, reduce_dtype) if "embed" in names else weight
+
+        return jax.tree.map(gathered, blocks, self.specs["blocks"], self.names["blocks"])
+
+    def _scattered(self, by_blocks: PyTree) -> PyTree:
+        """Of a gradient by what `_gathered` gives: this rank's part of the sum."""
+
+        def scattered(gradient: Array, spec: P) -> Array:
+            return fsdp.reduce_scatter(gradient.astype(self.layout.reduce_dtype), self.layout.token_cuts(spec))
+
+        return jax.tree.map(scattered, by_blocks, self.specs["blocks"])
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
         """Of arrays on the mesh [B, S]."""
