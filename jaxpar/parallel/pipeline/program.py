@@ -1,4 +1,5 @@
-"""A schedule as numbers that a loop over ticks can go by: tick x stage -> operation, microbatch, chunk, and slots."""
+"""A schedule as numbers that a loop over ticks can go by: tick x stage -> operation, microbatch, chunk, token slice, and
+slots."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ class Program:
     part: Table
     microbatch: Table
     chunk: Table
+    piece: Table
+    """The token slice."""
     slots: Mapping[Buffer, Table]
     """Of the part's input and of its output's gradient, to read."""
     looked_up: Table
@@ -44,8 +47,7 @@ class Program:
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Program":
-        """Of a valid schedule without token slices."""
-        assert schedule.num_slices == 1
+        """Of a valid schedule."""
         slots = assign_slots(schedule)
         num_slots: dict[Buffer, int] = {
             "inputs": max(slots.count(slots.inputs, schedule.num_stages)),
@@ -56,7 +58,7 @@ class Program:
         def unused(buffer: Buffer) -> Table:
             return np.full(shape, num_slots[buffer], np.int32)
 
-        op, parts, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(4))
+        op, parts, microbatch, chunk, piece = (np.zeros(shape, np.int32) for _ in range(5))
         reads: dict[Buffer, Table] = {"inputs": unused("inputs"), "gradients": unused("gradients")}
         looked_up = unused("inputs")
         arrivals: dict[Arrival, Table] = {}
@@ -65,10 +67,11 @@ class Program:
         for tick, stage, action in schedule.actions():
             at, part = (tick, stage), schedule.part(stage, action.chunk)
             op[at], parts[at], microbatch[at], chunk[at] = action.op, part, action.microbatch, action.chunk
-            lease = slots.inputs[Task(Op.F, part, action.microbatch, 0)]
+            piece[at] = action.slice
+            lease = slots.inputs[Task(Op.F, part, action.microbatch, action.slice)]
             (looked_up if action.op is Op.F and part == 0 else reads["inputs"])[at] = lease.slot
             if action.op is not Op.F:
-                reads["gradients"][at] = slots.gradients[Task(Op.B, part, action.microbatch, 0)].slot
+                reads["gradients"][at] = slots.gradients[Task(Op.B, part, action.microbatch, action.slice)].slot
             if sent := _sent(action, part, schedule.num_parts):
                 buffer, task = sent
                 leases: dict[Task, Lease] = getattr(slots, buffer)
@@ -83,6 +86,7 @@ class Program:
             parts,
             microbatch,
             chunk,
+            piece,
             reads,
             looked_up,
             arrivals,
@@ -95,8 +99,8 @@ def _sent(action: Action, part: int, num_parts: int) -> tuple[Buffer, Task] | No
     """Who waits for what an action makes: the last part's forward pass makes the gradient of its own output."""
     if action.op is Op.F:
         if part < num_parts - 1:
-            return "inputs", Task(Op.F, part + 1, action.microbatch, 0)
-        return "gradients", Task(Op.B, part, action.microbatch, 0)
+            return "inputs", Task(Op.F, part + 1, action.microbatch, action.slice)
+        return "gradients", Task(Op.B, part, action.microbatch, action.slice)
     if action.op is Op.W or part == 0:
         return None
-    return "gradients", Task(Op.B, part - 1, action.microbatch, 0)
+    return "gradients", Task(Op.B, part - 1, action.microbatch, action.slice)

@@ -1,0 +1,88 @@
+"""TeraPipe: slices of a sequence through the stages give the numbers of one device, however it is cut, and nothing
+comes out of a slot that holds nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_ladder import check_same
+from test_pipeline import with_layers
+
+from jaxpar.parallel.pipeline import slices
+from jaxpar.parallel.pipeline.kinds import make
+from jaxpar.training import setup
+from meshes import build_mesh
+
+WIDTH, ROWS = 4, 2
+
+
+def functions() -> slices.Functions:
+    """Linear layers with a bend, each adding the running sum of all tokens' values up to a token's own."""
+
+    def stage(layers, x, before, microbatch, earlier):
+        weights = microbatch["weights"][..., None]
+
+        def layer(x, each):
+            weight, past = each
+            value = x @ weight
+            total = jnp.cumsum(value if past is None else jnp.concatenate([past, value], axis=1), axis=1)
+            x = jnp.sin(x + total[:, -x.shape[1] :])
+            return x, (value, jnp.sum(weights * jnp.square(x)))
+
+        x, (made, told) = jax.lax.scan(layer, x, (layers, before))
+        return x, made, jnp.sum(told), {"squares": told}
+
+    def head(ends, x, microbatch):
+        loss = jnp.sum(microbatch["weights"][..., None] * jnp.square(x @ ends["head"]))
+        return loss, 2 * loss
+
+    return slices.Functions(lambda ends, microbatch: ends["table"][microbatch["ids"]], stage, head)
+
+
+def toy(num_layers: int, num_microbatches: int, seq_len: int):
+    rng = np.random.default_rng(0)
+    ends = {"table": rng.normal(size=(5, WIDTH)), "head": rng.normal(size=(WIDTH, WIDTH))}
+    shape = num_microbatches, ROWS, seq_len
+    batch = {"ids": rng.integers(0, 5, shape), "weights": rng.random(shape)}
+    return ends, rng.normal(size=(num_layers, WIDTH, WIDTH)) / 4, batch
+
+
+def by_one_device(ends, layers, batch):
+    parts = functions()
+
+    def loss(ends, layers):
+        def of(microbatch):
+            x, _, added, told = parts.stage(layers, parts.embed(ends, microbatch), None, microbatch, None)
+            minimised, reported = parts.head(ends, x, microbatch)
+            return minimised + added, (reported, told["squares"])
+
+        added, sums = jax.lax.map(of, batch)
+        return jnp.sum(added), jax.tree.map(lambda each: jnp.sum(each, 0), sums)
+
+    (_, (reported, told)), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(ends, layers)
+    return reported, told, *grads
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "lengths"),
+    [(2, 1, (6,)), (2, 3, (2, 4)), (4, 1, (3, 2, 1)), (4, 2, (2, 1, 2, 1)), (4, 6, (4, 2))],
+)
+def test_nan_in_what_holds_nothing(stages, microbatches, lengths):
+    ends, layers, batch = toy(2 * stages, microbatches, 6)
+    schedule = make("terapipe", stages, microbatches, num_slices=len(lengths))
+    mesh = build_mesh(f"pipe={stages}", "", jax.devices()[:stages])
+
+    def local(ends, layers, batch):
+        loss, told, by_ends, by_layers = slices.run(schedule, lengths, functions(), ends, layers, batch, np.nan)
+        return loss, told["squares"], jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), by_layers
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(layers, NamedSharding(mesh, P("pipe")))
+        specs = (P(), P("pipe"), P()), (P(), P("pipe"), P(), P("pipe"))
+        mapped = jax.shard_map(local, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+        got = jax.device_get(jax.jit(mapped)(ends, placed, batch))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(by_one_device(ends, layers, batch)), strict=True):
+        assert np.abs(b).max() > 1e-3
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * np.abs(b).max())
