@@ -105,7 +105,8 @@ class ParallelConfig:
     layers' inputs in the host's memory)."""
     context_strategy: Annotated[str, _alias("context-strategy")] = "auto"
     """How attention sees across the parts of a sequence cut over `context`: ring, ulysses, allgather, or hybrid=RxU, a
-    ring of R groups of U that exchange tokens for heads; auto: ring, under `pipe` allgather."""
+    ring of R groups of U that exchange tokens for heads; auto: ring, under a schedule of `pipe` that branches (all but
+    gpipe and looped-bfs) allgather."""
     context_order: Annotated[Literal["zigzag", "contiguous", "striped"], _alias("context-order")] = "zigzag"
     """How the sequence lies over `context`; zigzag and striped give every rank equal causal work."""
     attention: Annotated[Literal["auto", "tiled", "cudnn", "splash"], _alias("attention")] = "auto"
@@ -115,9 +116,11 @@ class ParallelConfig:
     """Microbatches per step, the pipeline's under `pipe`; gradients are summed over `data` once, after the last."""
     pipeline: Annotated[str, _alias("pipeline")] = "1f1b"
     """Schedule of the microbatches through the stages of `pipe`: gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2; with chunks
-    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v. `jaxpar schedule` draws them."""
+    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v; with slices terapipe. `jaxpar schedule` draws them."""
     chunks: Annotated[int, _alias("chunks")] = 1
     """Parts of the model that a stage of `pipe` holds, each of as many layers."""
+    slices: Annotated[int, _alias("slices")] = 1
+    """Token slices that terapipe cuts each sequence into, later ones shorter, since they attend to more."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class Config:
             ("--steps", self.run.steps, 1, None),
             ("--grad-accumulation", self.parallel.grad_accumulation, 1, None),
             ("--chunks", self.parallel.chunks, 1, None),
+            ("--slices", self.parallel.slices, 1, None),
             ("--emulate", self.run.emulate, 0, MAX_EMULATED),
             ("--seed", self.run.seed, 0, 2**32 - 1),
             ("--checkpoint-every", self.run.checkpoint_every, 0, None),

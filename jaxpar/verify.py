@@ -269,6 +269,8 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
     )
     if schedule is None:
         return step_traffic(config.model, settings)
+    if lengths := setup.slice_lengths(config, mesh, schedule):
+        settings = dataclasses.replace(settings, seq_len=max(lengths))
     is_looped = schedule.kind in looped.KINDS
     hops = 2 * looped.num_ticks(schedule) if is_looped else schedule.num_ticks * len(Program.of(schedule).hops)
     return pipeline_traffic(config.model, settings, hops)

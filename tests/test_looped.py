@@ -59,7 +59,11 @@ def test_nan_in_what_holds_nothing(kind, chunks, stages, microbatches):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "pipe=4,fsdp=2", {"grad_accumulation": 8, "context_strategy": "ulysses"}, "tiny", True, marks=pytest.mark.slow
+            "pipe=4,fsdp=2",
+            {"grad_accumulation": 8, "context_strategy": "ulysses"},
+            "tiny",
+            True,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "pipe=2,context=4,tensor=2",

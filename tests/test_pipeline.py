@@ -268,7 +268,6 @@ def marked(leaf):
         ("pipe=2", {"pipeline": "interleaved-1f1b"}, "needs 2 or more chunks per stage, none given"),
         ("pipe=2", {"chunks": 3}, "1f1b needs exactly 1 chunk per stage, not 3; interleaved-1f1b and looped-bfs"),
         ("pipe=2", {"pipeline": "pipedream"}, "can be drawn and simulated, but not run yet; these can: gpipe, 1f1b"),
-        ("pipe=2", {"pipeline": "terapipe"}, "can be drawn and simulated, but not run yet"),
         ("pipe=2", {"pipeline": "1f1B"}, "did you mean 1f1b?"),
         ("pipe=2", {"zero": 2}, "--zero 2 does not go with pipe=2"),
         ("pipe=2", {"grad_accumulation": 3}, "--batch-size 16 is not divisible by 3 microbatches"),

@@ -1,6 +1,8 @@
 """TeraPipe: slices of a sequence through the stages give the numbers of one device, however it is cut, and nothing
 comes out of a slot that holds nothing."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,3 +88,59 @@ def test_nan_in_what_holds_nothing(stages, microbatches, lengths):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(by_one_device(ends, layers, batch)), strict=True):
         assert np.abs(b).max() > 1e-3
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "model", "packs"),
+    [
+        ("pipe=2,fsdp=2,tensor=2", {"slices": 3, "grad_accumulation": 4}, "qwen", True),
+        ("data=2,pipe=4", {"slices": 2, "grad_accumulation": 2, "zero": 1, "remat": "none"}, "gpt2", False),
+        pytest.param("pipe=2", {"slices": 4}, "tiny", True, marks=pytest.mark.slow),
+        pytest.param("pipe=4", {"slices": 1, "grad_accumulation": 2}, "tiny", False, marks=pytest.mark.slow),
+        pytest.param(
+            "pipe=2,fsdp=2,tensor=4",
+            {"slices": 4, "reshard_after_forward": False, "grad_accumulation": 2},
+            "qwen",
+            True,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "pipe=4,tensor=2",
+            {"slices": 3, "sequence_parallel": False, "grad_accumulation": 2, "remat": "dots"},
+            "tiny",
+            True,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_training_is_that_of_one_device(mesh, parallel, model, packs):
+    def of(config):
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, pack_documents=packs))
+
+    layout = of(with_layers(4, model, mesh, pipeline="terapipe", **parallel))
+    check_same(layout, of(with_layers(4, model)), 1e-9)
+
+
+def test_later_slices_are_shorter():
+    asked = with_layers(4, "tiny", "pipe=2,tensor=2", pipeline="terapipe", slices=3, grad_accumulation=2)
+    lengths = setup.make_model(asked, setup.make_mesh(asked, jax.devices()[:4])).layout.slices
+    assert (len(lengths), sum(lengths)) == (3, 16)
+    assert all(length % 2 == 0 for length in lengths)
+    long = dataclasses.replace(asked, data=dataclasses.replace(asked.data, seq_len=2**14))
+    first, second, third = setup.make_model(long, setup.make_mesh(long, jax.devices()[:4])).layout.slices
+    assert first > second > third
+    assert first + second + third == 2**14
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "complaint"),
+    [
+        ("pipe=2,context=2", {"slices": 2}, "terapipe cuts sequences into slices, context=2 into parts of its own"),
+        ("pipe=2,tensor=2", {"slices": 9}, "16 tokens cannot be cut into 9 slices of a multiple of 2; take 1 to 8"),
+        ("pipe=2", {"pipeline": "1f1b", "slices": 2}, "1f1b does not slice sequences, so not 2 slices; terapipe does"),
+    ],
+)
+def test_what_cannot_be_sliced_is_refused_in_a_line(mesh, parallel, complaint):
+    asked = with_layers(4, "tiny", mesh, **{"pipeline": "terapipe"} | parallel)
+    with pytest.raises(ValueError, match=complaint):
+        setup.make_model(asked, setup.make_mesh(asked, jax.devices()[: 4 if "," in mesh else 2]))

@@ -21,7 +21,7 @@ from jaxpar.numerics import widened
 from jaxpar.parallel import fsdp, zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.pipeline import executor, looped
+from jaxpar.parallel.pipeline import executor, looped, slices
 from jaxpar.parallel.vocab import Objective
 from models.config import ModelConfig
 from models.transformer import Reported, Told, Transformer, auxiliary_loss
@@ -132,26 +132,39 @@ class Model:
         `fill` see executor.run."""
         layout, blocks = self.layout, params["blocks"]
         ends = {name: tree for name, tree in params.items() if name != "blocks"}
-        assert layout.schedule is not None
-        is_looped = layout.schedule.kind in looped.KINDS
-        gathers_once = is_looped and layout.zero == 3 and not layout.reshard_after_forward
+        schedule = layout.schedule
+        assert schedule is not None
+        is_looped, is_sliced = schedule.kind in looped.KINDS, bool(layout.slices)
+        gathers_once = (is_looped or is_sliced) and layout.zero == 3 and not layout.reshard_after_forward
         if gathers_once:
             blocks, layout = self._gathered(blocks), dataclasses.replace(layout, zero=1)
 
         def module(ends: PyTree) -> Transformer:
             return self._module({**ends, "blocks": blocks})
 
+        def embed(ends: PyTree, microbatch: Batch) -> Array:
+            return module(ends).embed(microbatch, self.layout)
+
         def stage(blocks: PyTree, x: Array, microbatch: Batch, part: Int[Array, ""]) -> tuple[Array, Array, Told]:
             x, told = module(ends).stack(nnx.State(blocks), x, microbatch, layout)
             return x, auxiliary_loss(told, widened(x.dtype)), told
 
-        functions = executor.Functions(
-            embed=lambda ends, microbatch: module(ends).embed(microbatch, self.layout),
-            stage=stage,
-            head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, self.layout, self.objective),
-        )
-        run = looped.run if is_looped else executor.run
-        loss, told, by_ends, by_blocks = run(layout.schedule, functions, ends, blocks, batch, fill)
+        def slice_of_stage(
+            blocks: PyTree, x: Array, before: PyTree, microbatch: Batch, earlier: Batch
+        ) -> tuple[Array, PyTree, Array, Told]:
+            x, told, made = module(ends).stack_after(nnx.State(blocks), x, before, microbatch, earlier, layout)
+            return x, made, auxiliary_loss(told, widened(x.dtype)), told
+
+        def head(ends: PyTree, x: Array, microbatch: Batch) -> tuple[Array, Array]:
+            return module(ends).head_loss(x, microbatch, self.layout, self.objective)
+
+        if is_sliced:
+            sliced = slices.Functions(embed, slice_of_stage, head)
+            outcome = slices.run(schedule, layout.slices, sliced, ends, blocks, batch, fill)
+        else:
+            run = looped.run if is_looped else executor.run
+            outcome = run(schedule, executor.Functions(embed, stage, head), ends, blocks, batch, fill)
+        loss, told, by_ends, by_blocks = outcome
         if gathers_once:
             by_blocks = self._scattered(by_blocks)
         return Reported(loss, told), {**by_ends, "blocks": by_blocks}
@@ -161,7 +174,9 @@ class Model:
         dtype, reduce_dtype = self.layout.compute_dtype, self.layout.reduce_dtype
 
         def gathered(weight: Array, spec: P, names: tuple[str | None, ...]) -> Array:
-            return fsdp.gather(weight, self.layout.token_cuts(spec), dtype, reduce_dtype) if "embed" in names else weight
+            return (
+                fsdp.gather(weight, self.layout.token_cuts(spec), dtype, reduce_dtype) if "embed" in names else weight
+            )
 
         return jax.tree.map(gathered, blocks, self.specs["blocks"], self.names["blocks"])
 

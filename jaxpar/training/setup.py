@@ -1,6 +1,7 @@
 """From a config to a model on a mesh; what cannot work is said here, before anything is compiled."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,13 @@ from jaxpar.parallel.axes import mesh_axes
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import multiple
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.pipeline import kinds, looped
+from jaxpar.parallel.pipeline import kinds, looped, partition
 from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.schedule import Schedule
 from jaxpar.parallel.pipeline.validate import validate
 from jaxpar.parallel.remat import Remat, check_offload
 from jaxpar.parallel.vocab import Objective
+from jaxpar.planning.pipeline import slice_flops
 from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
 from meshes import build_mesh
@@ -50,6 +52,7 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
         is_fp8=config.run.matmul == "fp8",
         schedule=schedule,
+        slices=slice_lengths(config, mesh.shape, schedule) if mesh is not None and schedule is not None else (),
     )
     check(config, layout)
     return Model(
@@ -71,13 +74,17 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
         return None
     parallel, num_layers = config.parallel, config.model.num_layers
     kind = KINDS.get(parallel.pipeline)
-    if kind and (kind.needs_slices or not kind.synchronous):
-        works = ", ".join(name for name, kind in KINDS.items() if kind.synchronous and not kind.needs_slices)
+    if kind and not kind.synchronous:
+        works = ", ".join(name for name, kind in KINDS.items() if kind.synchronous)
         raise ValueError(
             f"--pipeline {parallel.pipeline} can be drawn and simulated, but not run yet; these can: {works}"
         )
     schedule = kinds.make(
-        parallel.pipeline, num_stages, parallel.grad_accumulation, parallel.chunks if parallel.chunks > 1 else None
+        parallel.pipeline,
+        num_stages,
+        parallel.grad_accumulation,
+        parallel.chunks if parallel.chunks > 1 else None,
+        parallel.slices if parallel.slices > 1 or (kind and kind.needs_slices) else None,
     )
     if num_layers % schedule.num_parts:
         chunks = f" x {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
@@ -91,6 +98,27 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
         raise ValueError(f"--zero 2 does not go with pipe={num_stages}, which keeps a step's gradients; take 1 or 3")
     validate(schedule)
     return schedule
+
+
+def slice_lengths(config: Config, mesh: Mapping[str, int], schedule: Schedule) -> tuple[int, ...]:
+    """Of the token slices of a schedule that has some, on a mesh of these sizes: those of equal modelled FLOPs, as nearly
+    as they can be. Raises ValueError."""
+    if not KINDS[schedule.kind].needs_slices:
+        return ()
+    if mesh["context"] > 1:
+        raise ValueError(
+            f"--pipeline {schedule.kind} cuts sequences into slices, context={mesh['context']} into parts of its own; "
+            "take context=1 or another schedule"
+        )
+    seq_len = config.data.seq_len
+    unit = mesh["tensor"] if config.parallel.sequence_parallel else 1
+    fine = [n for n in range(unit, seq_len + 1, unit) if seq_len % n == 0 and seq_len // n >= schedule.num_slices]
+    # Cuts to the nearest of 64 places are even enough.
+    granularity = next((n for n in fine if seq_len // n <= 64), fine[-1] if fine else unit)
+    time = partial(slice_flops, config.model)
+    return partition.token_slices(
+        time, seq_len, schedule.num_stages, schedule.num_microbatches, granularity, schedule.num_slices
+    )
 
 
 def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int) -> Kernel:

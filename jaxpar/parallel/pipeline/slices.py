@@ -59,9 +59,12 @@ def run(
     assert len(lengths) == schedule.num_slices
     program, cuts = Program.of(schedule), _Cuts(tuple(lengths), fill)
     stage, longest = lax.axis_index(AXIS), lengths.index(max(lengths))
-    of_longest = {"microbatch": cuts.own(longest, trees.at(batch, 0))}
+    first = trees.at(batch, 0)
+    of_longest = {"microbatch": cuts.own(longest, first)}
     activation = jax.eval_shape(functions.embed, ends, **of_longest)
-    _, made, _, told = jax.eval_shape(functions.stage, layers, activation, None, **of_longest, earlier=None)
+    _, made, _, told = jax.eval_shape(
+        functions.stage, layers, activation, None, **of_longest, earlier=cuts.earlier(0, first)
+    )
     reported = jax.eval_shape(functions.head, ends, activation, **of_longest)[1]
 
     def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:

@@ -31,9 +31,7 @@ def at(tree: PyTree, index: Any) -> PyTree:
 
 def put(buffers: PyTree, values: PyTree, index: Any) -> PyTree:
     """With the values at an index of the first dim."""
-    return jax.tree.map(
-        lambda buffer, value: lax.dynamic_update_index_in_dim(buffer, value, index, 0), buffers, values
-    )
+    return jax.tree.map(lambda buffer, value: lax.dynamic_update_index_in_dim(buffer, value, index, 0), buffers, values)
 
 
 def add(totals: PyTree, addends: PyTree) -> PyTree:
