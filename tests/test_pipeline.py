@@ -45,7 +45,7 @@ def with_layers(num_layers: int, model: str, mesh: str = "", **parallel):
     [
         ("pipe=2,fsdp=2,tensor=2", {"pipeline": "1f1b", "grad_accumulation": 4}, "qwen"),
         ("data=2,pipe=2,tensor=2", {"pipeline": "zb-h1", "grad_accumulation": 2, "zero": 1}, "gpt2"),
-        ("pipe=2,context=2", {"pipeline": "gpipe", "grad_accumulation": 4, "sequence_parallel": False}, "tiny"),
+        ("pipe=2,context=2", {"pipeline": "eager-1f1b", "grad_accumulation": 4, "sequence_parallel": False}, "tiny"),
         ("pipe=2,fsdp=2", {"pipeline": "zb-v", "grad_accumulation": 4, "remat": "none"}, "tiny"),
         pytest.param(
             "pipe=2,context=2",

@@ -10,12 +10,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_ladder import check_same
+from test_looped import collectives_in_branches
 from test_pipeline import with_layers
 
+from jaxpar import verify
+from jaxpar.audit import hlo
 from jaxpar.parallel.pipeline import slices
 from jaxpar.parallel.pipeline.kinds import make
 from jaxpar.training import setup
-from meshes import build_mesh
+from meshes import build_mesh, parse_mesh
 
 WIDTH, ROWS = 4, 2
 
@@ -119,6 +122,19 @@ def test_training_is_that_of_one_device(mesh, parallel, model, packs):
 
     layout = of(with_layers(4, model, mesh, pipeline="terapipe", **parallel))
     check_same(layout, of(with_layers(4, model)), 1e-9)
+
+
+def test_what_stages_send_as_compiled_for_gpus():
+    """Two permutes a tick, of the longest slice, and none in a branch."""
+    asked = with_layers(4, "tiny", pipeline="terapipe", slices=3, grad_accumulation=2)
+    mesh = parse_mesh("pipe=4,fsdp=2", 8)
+    text = verify.compiled_step(asked, mesh).as_text()
+    hops = hlo.summarize(hlo.read_collectives(text, mesh))["pipe"]["collective-permute"]
+    assert hops["count"] == 2 * make("terapipe", 4, 2, num_slices=3).num_ticks
+    assert hops["bytes"] == verify.expected_traffic(asked, mesh)["pipe"]["collective-permute"]
+    in_branches = collectives_in_branches(text)
+    assert "all-gather" in in_branches
+    assert "collective-permute" not in in_branches
 
 
 def test_later_slices_are_shorter():

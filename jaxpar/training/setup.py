@@ -101,8 +101,8 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
 
 
 def slice_lengths(config: Config, mesh: Mapping[str, int], schedule: Schedule) -> tuple[int, ...]:
-    """Of the token slices of a schedule that has some, on a mesh of these sizes: those of equal modelled FLOPs, as nearly
-    as they can be. Raises ValueError."""
+    """Of the token slices of a schedule that has some, on a mesh of these sizes: the dynamic program's, by
+    modelled FLOPs. Raises ValueError."""
     if not KINDS[schedule.kind].needs_slices:
         return ()
     if mesh["context"] > 1:

@@ -11,7 +11,10 @@ Collectives per step, in bytes of one microbatch's activation A = B x S x D of a
     reduce-scatter      M A (rounded up to P microbatches), once: each stage takes M / P of the last stage's outputs to
                         the head; an all-gather of as much back
     all-reduce          the gradients of embedding, final norm and head, once
-    those of FSDP and the others: per tick and layer, in the bubble's too
+    those of FSDP       weights are gathered once for all forward passes (a loop's constants are made before it) and in
+                        each tick's backward pass, where their gradients are reduced; without `reshard_after_forward`
+                        both once
+    those of the others: per tick and layer, in the bubble's too
 Memory: what remat keeps of a chunk's layers, once per tick. With several chunks a chunk's input alone is kept and all
 of it computed again, since what is kept of a tick would else have the chunk's weights in it.
 Limits: as many layers in each chunk; the embedding whole on every stage and looked up on the first. With several

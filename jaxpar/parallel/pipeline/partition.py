@@ -71,8 +71,8 @@ def token_slices(
     granularity: int = 1,
     num_slices: int | None = None,
 ) -> tuple[int, ...]:
-    """The lengths, multiples of granularity, of the token slices with the least `latency`: of `num_slices`, or of as many
-    as are best.
+    """The lengths, multiples of granularity, of the token slices with the least `latency`: `num_slices` of them, or as
+    many as are best.
 
     time(length, before): of one stage for `length` tokens that attend to themselves and to `before` earlier ones. For
     each possible slowest slice the cuts with the least sum (TeraPipe, section 3.3, algorithm 1), without its tolerance:

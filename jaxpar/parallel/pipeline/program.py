@@ -1,5 +1,4 @@
-"""A schedule as numbers that a loop over ticks can go by: tick x stage -> operation, microbatch, chunk, token slice, and
-slots."""
+"""A schedule as numbers for a loop over ticks: tick x stage -> operation, microbatch, chunk, token slice, and slots."""
 
 from collections import defaultdict
 from collections.abc import Mapping
