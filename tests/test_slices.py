@@ -26,7 +26,7 @@ WIDTH, ROWS = 4, 2
 def functions() -> slices.Functions:
     """Linear layers with a bend, each adding the running sum of all tokens' values up to a token's own."""
 
-    def stage(layers, x, before, microbatch, earlier):
+    def stage(layers, x, before, microbatch, earlier, part):
         weights = microbatch["weights"][..., None]
 
         def layer(x, each):
@@ -59,7 +59,7 @@ def by_one_device(ends, layers, batch):
 
     def loss(ends, layers):
         def of(microbatch):
-            x, _, added, told = parts.stage(layers, parts.embed(ends, microbatch), None, microbatch, None)
+            x, _, added, told = parts.stage(layers, parts.embed(ends, microbatch), None, microbatch, None, part=0)
             minimised, reported = parts.head(ends, x, microbatch)
             return minimised + added, (reported, told["squares"])
 

@@ -150,7 +150,7 @@ class Model:
             return x, auxiliary_loss(told, widened(x.dtype)), told
 
         def slice_of_stage(
-            blocks: PyTree, x: Array, before: PyTree, microbatch: Batch, earlier: Batch
+            blocks: PyTree, x: Array, before: PyTree, microbatch: Batch, earlier: Batch, part: Int[Array, ""]
         ) -> tuple[Array, PyTree, Array, Told]:
             x, told, made = module(ends).stack_after(nnx.State(blocks), x, before, microbatch, earlier, layout)
             return x, made, auxiliary_loss(told, widened(x.dtype)), told

@@ -1,9 +1,9 @@
 """GPipe (arXiv 1811.06965) and its looped form, breadth first (arXiv 2211.05953), by autodiff through one loop.
 
-Splits: as executor.py. Every stage computes a chunk in every tick, with no branch in it, so that anything may stand in
-a stage: a ring of attention sends by permutes, which no branch may hold. A stage that has nothing to do computes on
-zeros, and what comes of it is dropped: that is the bubble's time, the schedule's own. The backward pass is the loop's
-transpose, last tick first.
+Splits: as executor.py. Every stage computes a chunk in every tick, in no branch, so that anything may stand in a stage:
+a ring of attention sends by permutes, which no branch may hold. A stage that has nothing to do computes on zeros, and
+what comes of it is dropped: that is the bubble's time, the schedule's own. The backward pass is the loop's transpose,
+last tick first.
 Ticks: (C - 1) max(M, P) + M + P - 1, each way. With more microbatches than stages, what comes round to the first stage
 waits M - P ticks for its next chunk.
 Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank, in compute dtype:

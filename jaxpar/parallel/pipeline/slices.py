@@ -12,7 +12,7 @@ Collectives per step, in bytes of one microbatch's activation A = B x S x D of a
     those of FSDP and the others: once in each action, that is, weights are gathered per slice
 Memory: as GPipe's, every microbatch's inputs and, beside them, keys and values.
 Limits: no permute in a branch, as executor.py; `context` cuts the same dim. One branch is compiled for each slice and
-direction.
+direction. Attention to what came before is in tiles, see kernels/tiled.py, on every platform.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,8 @@ class Functions:
     """(ends, microbatch=)"""
     stage: Callable[..., tuple[Float[Array, "B s D"], PyTree, Float[Array, ""], PyTree]]
     """(layers, input, what it made of the tokens before, None of the first slice, microbatch=, earlier=: the tokens
-    before) -> (output, what it made: each [L, B, s, ...], what it adds to what is minimised, what its layers tell)"""
+    before, part=: which of the model's) -> (output, what it made: each [L, B, s, ...], what it adds to what is
+    minimised, what its layers tell)"""
     head: Callable[..., tuple[Float[Array, ""], Float[Array, ""]]]
     """(ends, output of the last layer, microbatch=) -> (what is minimised, what is reported), sums over tokens"""
 
@@ -63,7 +64,7 @@ def run(
     of_longest = {"microbatch": cuts.own(longest, first)}
     activation = jax.eval_shape(functions.embed, ends, **of_longest)
     _, made, _, told = jax.eval_shape(
-        functions.stage, layers, activation, None, **of_longest, earlier=cuts.earlier(0, first)
+        functions.stage, layers, activation, None, **of_longest, earlier=cuts.earlier(0, first), part=0
     )
     reported = jax.eval_shape(functions.head, ends, activation, **of_longest)[1]
 
@@ -85,7 +86,7 @@ def run(
     buffers = {name: empty(count + 1, activation) for name, count in program.num_slots.items()}
     rows = {
         "op": program.op,
-        "is_first": program.part == 0,
+        "part": program.part,
         "is_last": program.part == schedule.num_parts - 1,
         "microbatch": program.microbatch,
         "piece": program.piece,
@@ -185,7 +186,9 @@ def _act(
 
     def stage(number: int, layers: PyTree, x: Array, before: PyTree) -> tuple[PyTree, PyTree]:
         tokens, earlier = cuts.own(number, microbatch), cuts.earlier(number, microbatch)
-        y, made, minimised, told = functions.stage(layers, x, before, microbatch=tokens, earlier=earlier)
+        y, made, minimised, told = functions.stage(
+            layers, x, before, microbatch=tokens, earlier=earlier, part=row["part"]
+        )
         return (y, made, minimised), told
 
     def forward(number: int, x: Array, kept: PyTree) -> tuple[Array, PyTree, PyTree]:
@@ -226,10 +229,10 @@ def _act(
     def add_embedding(by_ends: PyTree) -> PyTree:
         return trees.add(by_ends, by_slice(lambda number: jax.vjp(partial(embed, number), ends)[1](sent)[0]))
 
-    x = trees.when(is_forward & row["is_first"], lambda x: by_slice(lambda number: embed(number, ends)), x)
+    x = trees.when(is_forward & (row["part"] == 0), lambda x: by_slice(lambda number: embed(number, ends)), x)
     sent = jnp.full(x.shape, cuts.fill, x.dtype)
     sent, kept, told = trees.when(is_forward, go_forward, sent, kept, told)
     sent, owed, by_layers = trees.when(is_backward, go_backward, sent, owed, by_layers)
     sent, loss, by_ends = trees.when(is_forward & row["is_last"], add_head, sent, loss, by_ends)
-    by_ends = trees.when(is_backward & row["is_first"], add_embedding, by_ends)
+    by_ends = trees.when(is_backward & (row["part"] == 0), add_embedding, by_ends)
     return x, sent, kept, owed, (loss, told, by_ends, by_layers)
