@@ -21,7 +21,7 @@ from jaxpar.parallel.pipeline.kinds import make
 from jaxpar.parallel.pipeline.simulate import simulate
 from jaxpar.parallel.pipeline.stack import EMPTY, layer_order, slots_of
 from jaxpar.parallel.remat import FULL, Remat
-from jaxpar.training import optimizers, setup
+from jaxpar.training import optimizers, pipelines, setup
 from jaxpar.training.checkpoints import canonical
 from jaxpar.training.checkpoints.checkpoint import Checkpoints
 from jaxpar.training.precision import round_stochastically
@@ -47,7 +47,7 @@ def made(asked: Config, on_mesh: bool = True):
 
 
 def counts(config: Config, num_stages: int) -> tuple[int, ...]:
-    return setup.layers_per_part(config, setup.make_schedule(config, num_stages))
+    return pipelines.layers_per_part(config, pipelines.make_schedule(config, num_stages))
 
 
 def test_how_many_layers_each_part_has():
@@ -89,11 +89,11 @@ def test_auto_goes_by_the_stages_own_times():
     assert isinstance(work.forward, list)
     assert work.forward[2] > work.forward[1] == work.forward[0] > 0
     assert work.backward[0] > work.backward[1] == work.backward[2] > work.weight[1]
-    found = simulate(setup.make_schedule(asked, 3), work)
+    found = simulate(pipelines.make_schedule(asked, 3), work)
     known = [simulate(make(kind, 3, 8), work).cost for kind in ("1f1b", "gpipe", "zb-h1", "zb-h2")]
     assert found.cost <= min(known)
     limited = dataclasses.replace(asked.parallel, pipeline_memory_limit=2.0)
-    tight = simulate(setup.make_schedule(dataclasses.replace(asked, parallel=limited), 3), work)
+    tight = simulate(pipelines.make_schedule(dataclasses.replace(asked, parallel=limited), 3), work)
     assert max(tight.peak_memory) <= 2 < max(found.peak_memory)
 
 
