@@ -389,10 +389,11 @@ def _partition(given: argparse.Namespace) -> None:
 
 def _partition_layers(given: argparse.Namespace) -> None:
     from jaxpar.parallel.pipeline.partition import partition_among_stages
-    from jaxpar.parallel.pipeline.schedule import part_of
+    from jaxpar.parallel.pipeline.schedule import Placement, part_of
     from jaxpar.planning.pipeline import part_work
 
-    model, stages, placement = preset(given.model), given.stages, given.placement or "loop"
+    model, stages = preset(given.model), given.stages
+    placement: Placement = given.placement or "loop"
     chunks = 1 if given.chunks is None else given.chunks
     if stages < 1 or chunks < 1:
         raise ValueError(f"--stages {stages} --chunks {chunks}: no parts; take at least 1 of each")
