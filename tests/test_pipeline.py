@@ -77,7 +77,7 @@ def test_training_is_that_of_one_device(mesh, parallel, model):
 def test_evaluation_and_sampling_go_through_the_stages():
     outcomes = []
     for mesh in "pipe=2,tensor=2", None:
-        asked = with_layers(4, "qwen", mesh or "", pipeline="zb-v", grad_accumulation=2)
+        asked = with_layers(5, "qwen", mesh or "", pipeline="zb-v", grad_accumulation=2)
         devices = setup.make_mesh(asked, jax.devices()[:4]) if mesh else None
         model = setup.make_model(asked, devices)
         batch = jax.device_put(verify.random_batch(asked), model.layout.sharding(model.layout.stacked_batch_spec()))
