@@ -116,7 +116,7 @@ def test_table_is_sound(known):
     assert known.source
     assert set(known.peak_flops) <= set(DTYPES)
     half = known.peak_flops.get("bfloat16") or known.peak_flops.get("float16") or known.peak_flops["float32"]
-    assert known.peak_flops["float32"] <= half <= known.peak_flops.get("float8", half)
+    assert known.peak_flops.get("float32", half) <= half <= known.peak_flops.get("float8", half)
     # Outside of these bounds, FLOPs for each byte read and seconds to read all memory, is a slip of units.
     assert 10 < half / known.memory_bandwidth < 2000
     assert 0.005 < known.memory_bytes / known.memory_bandwidth < 0.1
