@@ -185,7 +185,7 @@ _SHAPES = (
             ("palm-540b", 118, 18432, 48),
         )
     ),
-    # arXiv 2203.15556, table 4, and 2112.11446, table 1: relative positions count 1 more kernel of width^2.
+    # arXiv 2203.15556, table 4, and 2112.11446, table 1: relative positions have a kernel and two biases in each layer.
     *(
         Shape(
             name,
@@ -195,11 +195,12 @@ _SHAPES = (
             128,
             4 * width,
             32000,
-            None,
-            False,
-            True,
+            gated=False,
+            tied=True,
+            norm=2,
+            biases=True,
             attention_kernels=5 * width**2,
-            layer_extras=10 * width,
+            layer_extras=2 * width,
         )
         for name, layers, width, heads in (
             ("chinchilla-70b", 80, 8192, 64),
