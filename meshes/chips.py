@@ -24,7 +24,7 @@ def _links(name: str, count: int, gigabytes: float, total: float | None = None) 
 
 
 G = 10**9
-KEPLER = _rates(float32=4.29)
+KEPLER = _rates(float32=5.04)
 PASCAL = _rates(float16=21.2, float32=10.6)
 VOLTA = _rates(float16=125, float32=15.7)
 AMPERE = _rates(bfloat16=312, float16=312, float32=156, int8=624)
@@ -68,7 +68,16 @@ _CLOUD = "Google Cloud documentation"
 _BOOK = "How to Scale Your Model"
 
 CHIPS = (
-    Chip("K40", ("tesla k40",), KEPLER, 12 * G, 288e9, "NVIDIA K40 board specification, base clock", PCIE3, EDR),
+    Chip(
+        "K40",
+        ("tesla k40",),
+        KEPLER,
+        12 * G,
+        288e9,
+        "NVIDIA K40 board specification; 2,880 cores at the boost clock, 875 MHz",
+        PCIE3,
+        EDR,
+    ),
     Chip(
         "P100",
         ("p100-sxm2",),
@@ -396,10 +405,16 @@ CHIPS = (
 
 _OTHER_NAMES = {
     "A100": "A100-80GB",
+    "A100-80": "A100-80GB",
+    "A100-40": "A100-40GB",
     "H100": "H100-SXM",
+    "H100-SXM5": "H100-SXM",
     "P100-SXM2": "P100",
     "V100-SXM2": "V100",
     "Trainium": "Trainium1",
+    "Trn1": "Trainium1",
+    "Trn2": "Trainium2",
+    "Trn3": "Trainium3",
     "v2": "TPU-v2",
     "v3": "TPU-v3",
     "v4": "TPU-v4",
@@ -408,6 +423,8 @@ _OTHER_NAMES = {
     "v5p": "TPU-v5p",
     "v6e": "TPU-v6e",
     "v7x": "TPU7x",
+    "TPU-v7": "TPU7x",
+    "TPU-v7x": "TPU7x",
     "Trillium": "TPU-v6e",
     "Ironwood": "TPU7x",
 }

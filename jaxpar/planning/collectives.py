@@ -56,8 +56,8 @@ def torus_all_to_all_seconds(num_bytes: float, link: float, axis: int) -> float:
 
 
 def level_bandwidth(units: int, bandwidth: float) -> float:
-    """An all-gather's bytes per second at one level of a tree whose `units` each send at `bandwidth`: none sends its own
-    share to itself. Source: How to Scale Your Model, "GPUs"."""
+    """An all-gather's bytes per second at one level of a tree whose `units` each send at `bandwidth`: a unit need not
+    receive its own share. Source: How to Scale Your Model, "GPUs"."""
     return bandwidth * units / (units - 1)
 
 

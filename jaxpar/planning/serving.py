@@ -45,7 +45,7 @@ def attention_flops(batch: float, seq_len: float, num_heads: float, head_dim: fl
 
 
 SOFTMAX_ACCESSES = {"naive": (2, 3), "safe": (3, 4), "online": (2, 3)}
-"""(passes over the input, memory accesses per element). Source: Milakov and Gimelshein (arXiv 1805.02867), section 3."""
+"""(passes over the input, memory accesses per element). Source: Milakov and Gimelshein (1805.02867), section 3."""
 
 
 def online_softmax(blocks: Sequence[Sequence[float]]) -> tuple[float, float]:
