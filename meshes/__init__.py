@@ -1,6 +1,6 @@
 """Where a program runs: chips, and meshes of them. Knows no model and no strategy."""
 
-from meshes.chips import CHIPS, chip, find_chip
+from meshes.chips import CHIPS, chip, find_chip, peak_of
 from meshes.clusters import Cluster, Level, cluster_of, load_cluster
 from meshes.mesh import MESH_AXES, build_mesh, num_devices_of, parse_mesh
 from meshes.peak import PeakFlops, peak_flops
@@ -22,4 +22,5 @@ __all__ = [
     "num_devices_of",
     "parse_mesh",
     "peak_flops",
+    "peak_of",
 ]

@@ -439,6 +439,13 @@ def find_chip(device_kind: str) -> Chip | None:
     return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
+def peak_of(known: Chip, dtype: str) -> float:
+    """Dense FLOP/s of a chip's matmuls at a dtype. ValueError, with what it has, for one that is not known of it."""
+    if dtype not in known.peak_flops:
+        raise ValueError(f"{known.name} has no {dtype} peak; known: {', '.join(known.peak_flops)}")
+    return known.peak_flops[dtype]
+
+
 def chip(name: str) -> Chip:
     """The chip of a name such as "H100-SXM" or, for the usual kind, "H100"; in upper or lower case.
 

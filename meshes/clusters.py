@@ -160,7 +160,7 @@ def _servers(name: str, known: str, size: int, unit: int, tiers: str, source: st
     levels = (
         Level("rack" if size > 16 else "server", size, found.link.total, _NVLINK_LATENCY),
         Level("pod", size * unit, found.network, _NETWORK_LATENCY),
-        Level("cluster", size * (_THREE_TIERS[tiers] // size), found.network, _NETWORK_LATENCY),
+        Level("cluster", size * unit * (_THREE_TIERS[tiers] // (size * unit)), found.network, _NETWORK_LATENCY),
     )
     return Cluster(name, found, levels, source)
 

@@ -31,7 +31,7 @@ class Step:
 @dataclass(frozen=True)
 class Recipe:
     strategy: str
-    """"data", "fsdp", "hsdp" or "nd"."""
+    """DP, FSDP, HSDP or ND: the last with what splits layers, the stack of them or the sequence."""
     steps: tuple[Step, ...]
     """All that it consists of, in the order in which to turn them on."""
 
@@ -44,9 +44,9 @@ def recipe(num_parameters: float, num_devices: int, seq_len: int) -> Recipe:
     devices, size = f"{num_devices:,} devices", _size(num_parameters)
     if num_devices <= MAX_DATA_DEVICES and num_parameters <= MAX_DATA_PARAMETERS and seq_len <= MAX_SEQ_LEN:
         reason = f"{size} on each of {devices}: all fits without splitting it, and gradients are all that is sent"
-        return Recipe("data", (Step("data parallelism", reason),))
+        return Recipe("DP", (Step("DP", reason),))
     if num_parameters > MAX_DATA_PARAMETERS:
-        why = f"{size} is more than {_size(MAX_DATA_PARAMETERS)}: weights, gradients and optimizer state are split"
+        why = f"{size} are more than {_size(MAX_DATA_PARAMETERS)}: weights, gradients and optimizer state are split"
     elif num_devices > MAX_DATA_DEVICES:
         why = f"{devices} are more than {MAX_DATA_DEVICES}: split over them, the state leaves room for larger batches"
     else:
@@ -59,7 +59,7 @@ def recipe(num_parameters: float, num_devices: int, seq_len: int) -> Recipe:
         hybrid = f"{devices} are more than {MAX_FSDP_DEVICES}: weights are gathered within groups on fast links, only "
         steps.append(Step("HSDP", hybrid + "gradients are summed between them"))
     nd = _beyond_data(num_parameters, num_devices, seq_len)
-    strategy = "nd" if nd else "hsdp" if num_devices > MAX_FSDP_DEVICES else "fsdp"
+    strategy = "ND" if nd else "HSDP" if num_devices > MAX_FSDP_DEVICES else "FSDP"
     return Recipe(strategy, (*steps, *nd))
 
 
@@ -69,12 +69,12 @@ def _beyond_data(num_parameters: float, num_devices: int, seq_len: int) -> list[
     many = num_devices > MAX_HSDP_DEVICES
     too_many = f"{num_devices:,} devices are more than {MAX_HSDP_DEVICES:,}: a batch of one sequence each is too large"
     large = num_parameters > MAX_HSDP_PARAMETERS
-    too_large = f"{_size(num_parameters)} is more than {_size(MAX_HSDP_PARAMETERS)}"
+    too_large = f"{_size(num_parameters)} are more than {_size(MAX_HSDP_PARAMETERS)}"
     if seq_len > MAX_SEQ_LEN:
-        steps.append(Step("context parallelism", f"{seq_len:,} tokens are more than {MAX_SEQ_LEN:,}"))
+        steps.append(Step("CP", f"{seq_len:,} tokens are more than {MAX_SEQ_LEN:,}: the sequence is cut"))
     if many or large:
-        steps.append(Step("pipeline parallelism", f"{too_large if large else too_many}; between servers"))
-        steps.append(Step("tensor parallelism", f"{too_large if large else too_many}; within a server"))
+        steps.append(Step("PP", f"{too_large if large else too_many}; layers between servers"))
+        steps.append(Step("TP", f"{too_large if large else too_many}; heads and MLPs within a server"))
     return steps
 
 

@@ -87,7 +87,7 @@ def _quantities(rules: list[Rule], inputs: Mapping[str, Any], form: Any) -> list
         arguments, used = taken
         try:
             known = each.function(**arguments)
-        except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             continue  # inputs of another meaning under the same names
         found.append((len(inputs.keys() - used), order, known))
     return [known for _, _, known in sorted(found, key=lambda item: item[:2])]
@@ -100,6 +100,8 @@ def _arguments(of: Rule, inputs: Mapping[str, Any], form: Any) -> tuple[dict[str
     used: set[str] = set()
     special = {"form": form, "inputs": inputs}
     for name, parameter in inspect.signature(of.function).parameters.items():
+        if name == "form" and not isinstance(form, dict):
+            return None
         if name in special:
             arguments[name] = special[name]
             used |= inputs.keys() if name == "inputs" else set()

@@ -17,7 +17,7 @@ from jaxpar.planning.recipe import (
 from meshes import chip as find
 from meshes import load_cluster
 
-_STRATEGIES = {"data": "DP", "fsdp": "FSDP+act_ckpt", "hsdp": "HSDP", "nd": "ND(CP/PP/TP)"}
+_STRATEGIES = {"DP": "DP", "FSDP": "FSDP+act_ckpt", "HSDP": "HSDP", "ND": "ND(CP/PP/TP)"}
 
 
 def _h100() -> dict[str, Any]:
