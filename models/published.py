@@ -76,6 +76,39 @@ _SHAPES = (
         50368,
         2048,
     ),
+    *_gpts(
+        _sizes(
+            "cerebras-gpt-111m cerebras-gpt-256m cerebras-gpt-590m cerebras-gpt-1.3b cerebras-gpt-2.7b "
+            "cerebras-gpt-6.7b cerebras-gpt-13b",
+            "10 14 18 24 32 32 40",
+            "768 1088 1536 2048 2560 4096 5120",
+            "12 17 12 16 32 32 40",
+        ),
+        50257,
+        2048,
+    ),
+    *(
+        Shape(
+            name,
+            layers,
+            width,
+            heads,
+            width // heads,
+            4 * width,
+            50257,
+            None,
+            False,
+            True,
+            2,
+            layer_extras=6 * width,
+            extras=2048 * width,
+        )
+        for name, layers, width, heads in (
+            ("gpt-neo-125m", 12, 768, 12),
+            ("gpt-neo-1.3b", 24, 2048, 16),
+            ("gpt-neo-2.7b", 32, 2560, 20),
+        )
+    ),
     # Two positions of each table are padding.
     *_gpts(
         _sizes(
@@ -218,6 +251,9 @@ _SHAPES = (
             "tinyllama-1.1b": (22, 2048, 32, 4, 64, 5632),
         },
     ),
+    *_llamas(64000, {"yi-6b": (32, 4096, 32, 4, 128, 11008), "yi-34b": (60, 7168, 56, 8, 128, 20480)}),
+    *_llamas(151936, {"qwen1.5-0.5b": (24, 1024, 16, 16, 64, 2816)}, tied=True, qkv_bias=True),
+    *_llamas(151936, {"qwen1.5-7b": (32, 4096, 32, 32, 128, 11008)}, qkv_bias=True),
     *_llamas(128256, {"llama3.3-70b": (80, 8192, 64, 8, 128, 28672)}),
     *_llamas(
         202048,
@@ -340,6 +376,19 @@ _SHAPES = (
             ("olmo2-32b", 64, 5120, 8, 27648),
         )
     ),
+    Shape(
+        "olmoe-1b-7b",
+        16,
+        2048,
+        16,
+        128,
+        1024,
+        50304,
+        layer_extras=2 * 2048,
+        num_experts=64,
+        num_experts_per_token=8,
+        expert_dim=1024,
+    ),
     *_llamas(128256, {"smollm3-3b": (36, 2048, 16, 4, 128, 11008)}, tied=True),
     *_llamas(
         49152,
@@ -461,6 +510,7 @@ _OTHER_NAMES = {
     "smollm2-135m": "smollm-135m",
     "smollm2-360m": "smollm-360m",
     "smollm2-1.7b": "smollm-1.7b",
+    "codellama-34b": "llama2-34b",
     "llama-30b": "llama-33b",
     "llama1-7b": "llama-7b",
     "llama1-13b": "llama-13b",
@@ -505,7 +555,7 @@ def shape(name: str) -> Shape:
     if key in by_key:
         return _BY_NAME[by_key[key]]
     nearest = [by_key[near] for near in difflib.get_close_matches(key, by_key)]
-    raise ValueError(f"no model is called {name!r}; nearest: {', '.join(dict.fromkeys(nearest or shape_names()))}")
+    raise ValueError(f"no model is called {name!r}; nearest: {', '.join(dict.fromkeys(nearest or preset_names()))}")
 
 
 def _key(name: str) -> str:

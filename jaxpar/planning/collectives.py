@@ -49,10 +49,10 @@ def torus_gather_seconds(
     return max(seconds, hops * hop_latency)
 
 
-def torus_all_to_all_seconds(num_bytes: float, link: float, axis: int) -> float:
-    """Over one wrapped axis: a quarter of an all-gather's. Source: How to Scale Your Model, "Sharded Matrices"."""
-    del axis  # the mean distance, axis / 4, cancels against the shards' number
-    return num_bytes / (4 * 2 * link)
+def torus_all_to_all_seconds(num_bytes: float, link: float) -> float:
+    """Over one wrapped axis, of any size: a quarter of an all-gather's, since the mean way is a quarter of the ring.
+    Source: How to Scale Your Model, "Sharded Matrices"."""
+    return torus_gather_seconds(num_bytes, link) / 4
 
 
 def level_bandwidth(units: int, bandwidth: float) -> float:

@@ -23,7 +23,7 @@ _SAME = {
     "hidden": ("d", "d_model", "h", "embed_dim", "hidden_size", "D"),
     "heads": ("a", "H", "num_heads", "n_heads", "q_heads"),
     "kv_heads": ("K", "kv", "num_kv_heads", "n_kv_heads"),
-    "head_dim": ("hd", "H"),
+    "head_dim": ("hd", "Q", "H"),
     "vocab": ("V", "vocab_size", "padded_vocab"),
     "seq": ("s", "S", "T", "seq_len", "sequence_length"),
     "ffn": ("F", "mlp_dim", "d_ff", "ffw"),
@@ -32,7 +32,13 @@ _SAME = {
     "chunks": ("v", "vp", "virtual"),
     "tp": ("t", "tensor"),
     "dp": ("data",),
-    "peak": ("peak_flops", "peak_tflops"),
+    "peak": ("peak_flops", "peak_tflops", "C"),
+    "tflops": ("tflops_per_gpu", "model_tflops", "model_tflops_per_gpu"),
+    "rate": ("tokens_per_s_per_gpu", "tok_s_gpu", "tps_per_gpu", "tok_s_chip", "tokens_s_gpu", "wps"),
+    "hours": ("gpu_hours", "chip_hours", "device_hours", "tpu_hours"),
+    "experts": ("E", "num_experts"),
+    "experts_per_token": ("k", "topk", "top_k"),
+    "cp": ("context",),
     "chip": ("gpu", "accelerator", "system"),
     "bandwidth": ("B", "W", "bw", "busbw"),
     "ranks": ("n", "N"),
@@ -68,8 +74,19 @@ def answer(case: Mapping[str, Any], rules: Iterable[Rule]) -> Any:
     merged: dict[str, Any] = {}
     for found in known:
         merged = {**found, **merged}
-    filled = {key: merged.get(key) for key in form}
-    return None if any(value is None for value in filled.values()) else filled
+    try:
+        return _fill(form, merged)
+    except (KeyError, TypeError):
+        return None
+
+
+def _fill(form: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The known quantities that a form names. Raises KeyError or TypeError for one that is not known."""
+    filled = {key: known[key] if of is None else _fill(of, known[key]) for key, of in form.items()}
+    missing = [key for key, value in filled.items() if value is None]
+    if missing:
+        raise KeyError(missing[0])
+    return filled
 
 
 def _form(of: Any) -> Any:

@@ -16,7 +16,7 @@ _BOOK = {
 }
 
 
-@rule("accelerators", "seed")
+@rule("accelerators", "seed", "jax_rooflines")
 def whole_chip(chip: str) -> Quantities:
     """A data sheet's line: tera and giga, of the whole chip."""
     known = find(chip.removeprefix("DGX-"))

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from jaxpar.planning import memory_conventions, serving
+from jaxpar.planning.flops import mfu
 from jaxpar.planning.oracles.engine import VALUE, Quantities, rule
 from jaxpar.planning.recipe import (
     MAX_DATA_DEVICES,
@@ -83,15 +84,13 @@ def constants() -> Quantities:
 
 @rule("seed")
 def chips(form: Any) -> Quantities:
-    return {name: _sheet(name) for name in form}
+    return {name: _sheet(name) for name, figures in form.items() if isinstance(figures, dict)}
 
 
 def _sheet(name: str) -> Quantities:
     known = find(name.replace(" ", "-"))
     return {
-        "bf16_TF": round(
-            known.devices_per_chip * known.peak_flops["bfloat16"] / 1e12, -1 if name == "MI325X" else None
-        ),
+        "bf16_TF": round(known.devices_per_chip * known.peak_flops["bfloat16"] / 1e12),
         "hbm_GB": known.devices_per_chip * known.memory_bytes / 1e9,
         "pod": math.prod(known.torus),
         "ultraserver": math.prod(known.torus),
@@ -201,6 +200,17 @@ def tensor_core_ratio(tc: float, fp32: float) -> Quantities:
 @rule("seed")
 def peak(sms: int, flop_per_sm_clk: float, clock_hz: float) -> Quantities:
     return {VALUE: sms * flop_per_sm_clk * clock_hz}
+
+
+@rule("seed")
+def vector_peak(sms: int, cores: int, clock_hz: float) -> Quantities:
+    """A multiply-add of each core a clock."""
+    return {VALUE: 2 * sms * cores * clock_hz}
+
+
+@rule("seed")
+def utilization_of_step(flops: float, seconds: float, peak: float, devices: int = 1) -> Quantities:
+    return {VALUE: mfu(flops, seconds, devices, peak), "mfu": mfu(flops, seconds, devices, peak)}
 
 
 @rule("seed")

@@ -110,3 +110,20 @@ def intensities(chip: str) -> Quantities:
     known = find(chip)
     hbm = known.peak_flops["bfloat16"] / known.memory_bandwidth
     return {"hbm": hbm, "ici": _ici(chip), "dcn": _dcn(chip), "pod": math.prod(known.torus)}
+
+
+@rule("context_parallel", batch="b", seq="s", hidden="h", block="c")
+def ring_memory(batch: int, seq: int, hidden: int, block: int) -> Quantities:
+    """Bytes of a layer's activations a device. Source: Ring Attention (arXiv 2310.01889), table 1."""
+    return {
+        "vanilla": 2 * batch * hidden * seq**2,
+        "memory_efficient": 2 * batch * seq * hidden + 4 * batch * block * hidden,
+        "blockwise": 2 * batch * seq * hidden,
+        "ring": 6 * batch * block * hidden,
+    }
+
+
+@rule("context_parallel", seq="N", hidden="h", ranks="P")
+def ulysses_volume(seq: int, hidden: int, ranks: int) -> Quantities:
+    """Values per link of a layer. Source: DeepSpeed Ulysses (arXiv 2309.14509), section 3.2."""
+    return {VALUE: 4 * seq * hidden / ranks, "ulysses": 4 * seq * hidden / ranks, "megatron_sp": 4 * seq * hidden}

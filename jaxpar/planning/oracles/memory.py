@@ -58,6 +58,17 @@ def megatron(dp: int) -> Quantities:
 
 
 @rule("zero")
+def volumes(params: float) -> Quantities:
+    """Values sent by each device in a step. Source: ZeRO (arXiv 1910.02054), section 7."""
+    return {"dp": 2 * params, "baseline": 2 * params, "Pos": 2 * params, "Pos_g": 2 * params, "Pos_g_p": 3 * params}
+
+
+@rule("zero", element_bytes="bytes")
+def gigabytes(params: float, element_bytes: float) -> Quantities:
+    return {VALUE: params * element_bytes / _G, "GB": params * element_bytes / _G}
+
+
+@rule("zero")
 def playbook(params: float) -> Quantities:
     """The Ultra-Scale Playbook's: 16 bytes a parameter, 4 more where gradients accumulate in float32."""
     return {
@@ -100,7 +111,6 @@ def cookbook(
 @rule("activation_memory", microbatch="b", seq="s", hidden="h", heads="a", tp="t")
 def layer(seq: int, microbatch: int, hidden: int, heads: int, tp: int = 1) -> Quantities:
     found = conventions.LayerActivations(seq, microbatch, hidden, heads, tp)
-    scores = 5 * heads * seq / hidden
     return {
         "no_parallel": found.no_parallel,
         "tp": found.tensor_parallel,
@@ -108,10 +118,20 @@ def layer(seq: int, microbatch: int, hidden: int, heads: int, tp: int = 1) -> Qu
         "tp_selective": found.tensor_parallel_selective,
         "tp_sp_selective": found.tensor_sequence_parallel_selective,
         "full": found.full,
+    }
+
+
+@rule("activation_memory", seq="s", hidden="h", heads="a")
+def attention_share(seq: int, hidden: int, heads: int) -> Quantities:
+    """What selective recomputation saves of a layer, and the FLOPs that it costs (Korthikanti et al., section 5)."""
+    scores, extra = 5 * heads * seq / hidden, seq / (6 * hidden)
+    return {
+        VALUE: scores,
         "factor": scores,
-        "5as/h": scores,
         "saved": scores / (34 + scores),
         "saved_pct": 100 * scores / (34 + scores),
+        "overhead": extra / (1 + extra),
+        "overhead_pct": 100 * extra / (1 + extra),
     }
 
 
@@ -140,7 +160,16 @@ def checkpoints(layers: float, intermediate: float, layer_input: float) -> Quant
     return {VALUE: found, "c": found}
 
 
-@rule("feasibility", batch="gbs", microbatch="mbs", stages="pp", context="cp", chunks="vp", gigabytes="hbm_GB")
+@rule(
+    "feasibility",
+    batch="gbs",
+    microbatch="mbs",
+    stages="pp",
+    context="cp",
+    chunks="vp",
+    expert="ep",
+    gigabytes="hbm_GB",
+)
 def layout(
     model: str,
     gigabytes: float,
@@ -150,14 +179,15 @@ def layout(
     seq: int,
     tp: int = 1,
     stages: int = 1,
-    context: int = 1,
+    cp: int = 1,
     chunks: int = 1,
     fsdp: int = 0,
+    expert: int = 1,
 ) -> Quantities:
     """A run of Megatron's; whether it fits with all of a layer computed again where need be."""
-    data = devices // (tp * stages * context)
+    data = devices // (tp * stages * cp)
     microbatches = batch // (microbatch * data)
-    needed = _bytes(published(model), microbatch * seq // context, devices, tp, stages, fsdp > 1, full=True)
+    needed = _bytes(published(model), microbatch * seq // cp, devices, tp, stages, fsdp > 1, True, expert=expert)
     return {
         "dp": data,
         "microbatches": microbatches,
@@ -182,7 +212,15 @@ def zero_fits(params: float, dp: int, gigabytes: float) -> Quantities:
 
 
 def _bytes(
-    shape: Shape, tokens: int, devices: int, tp: int, stages: int, sharded: bool, full: bool, per_parameter: float = 18
+    shape: Shape,
+    tokens: int,
+    devices: int,
+    tp: int,
+    stages: int,
+    sharded: bool,
+    full: bool,
+    per_parameter: float = conventions.MEGATRON_BYTES,
+    expert: int = 1,
 ) -> float:
     """Per device: states (all sharded, or the optimizer's alone over the data-parallel ranks), activations with flash
     attention of as many microbatches as stages, the working set of one layer, and logits in float32."""
@@ -190,7 +228,9 @@ def _bytes(
         states = per_parameter * shape.parameters / devices + 4 * shape.parameters / shape.num_layers / tp
     else:
         data = devices / (tp * stages)
-        states = shape.parameters / (tp * stages) * conventions.megatron_bytes_per_parameter(data, True)
+        routed = shape.num_moe_layers * shape.num_experts * shape.expert_weights
+        here = (shape.parameters - routed) / (tp * stages) + routed / (max(tp, expert) * stages)
+        states = here * conventions.megatron_bytes_per_parameter(data, True)
     width = shape.embed_dim
     mlp = shape.num_experts_per_token * shape.expert_dim if shape.num_experts else shape.mlp_dim
     layer = 2 * tokens * (8 * width + 2 * shape.head_dim * shape.kv_heads + (3 if shape.gated else 2) * mlp) / tp

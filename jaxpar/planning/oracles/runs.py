@@ -90,7 +90,7 @@ def gradients_per_host(params: float, hosts_per_pod: int, element_bytes: float) 
     return {VALUE: params * element_bytes / hosts_per_pod / 2**30}
 
 
-@rule("mfu_published")
+@rule("mfu_published", "megatron2021", "published_runs")
 def share_of_peak(tflops: float, peak: float) -> Quantities:
     return {VALUE: 100 * tflops / peak, "mfu": 100 * tflops / peak, "mfu_pct": 100 * tflops / peak}
 
@@ -173,16 +173,10 @@ def tokens_per_second(batch: float, seq: float, step_seconds: float) -> Quantiti
     return {VALUE: batch * seq / step_seconds, "tokens_s": batch * seq / step_seconds}
 
 
-@rule("published_runs", "training_cost", hours="gpu_hours")
-def from_gpu_hours(params: float, tokens: float, hours: float, peak: float) -> Quantities:
+@rule("published_runs", "training_cost", "scaling_book", "mfu_published", "seed")
+def from_hours(params: float, tokens: float, hours: float, peak: float) -> Quantities:
     found = budget.implied_mfu(params, tokens, hours, peak)
-    return {VALUE: found, "implied_mfu": found, "mfu": found}
-
-
-@rule("published_runs", "training_cost", hours="chip_hours")
-def from_chip_hours(params: float, tokens: float, hours: float, peak: float) -> Quantities:
-    found = budget.implied_mfu(params, tokens, hours, peak)
-    return {VALUE: found, "implied_mfu": found, "mfu": found}
+    return {VALUE: found, "implied_mfu": found, "mfu": found, "flops": budget.training_flops(params, tokens)}
 
 
 @rule("published_runs", "training_cost")
@@ -205,7 +199,33 @@ def energy(devices: float, days: float, watts: float, pue: float = 1.0) -> Quant
     return {VALUE: found, "MWh": found}
 
 
-@rule("published_runs", "training_cost", hours="gpu_hours")
+@rule("published_runs", "training_cost")
 def energy_of_hours(hours: float, watts: float, pue: float = 1.0) -> Quantities:
     found = budget.energy_mwh(1, hours / 24, watts, pue)
     return {VALUE: found, "MWh": found}
+
+
+@rule("published_runs", "training_cost", energy="MWh", intensity="kg_per_kWh")
+def carbon(energy: float, intensity: float) -> Quantities:
+    """Tonnes of CO2."""
+    return {VALUE: energy * intensity, "tCO2": energy * intensity, "tCO2e": energy * intensity}
+
+
+@rule("published_runs", "training_cost", tokens_per_second="tokens_s")
+def from_rate_of_all(params: float, tokens_per_second: float, devices: int, peak: float) -> Quantities:
+    found = utilization(with_attention(params, 0, 0, 0, causal=False), tokens_per_second, devices, peak)
+    return {VALUE: found, "mfu": found, "implied_mfu": found}
+
+
+@rule("mfu_published", "published_runs", "llama3")
+def of_model(model: str, rate: float, seq: int, peak: float) -> Quantities:
+    """Percent, by torchtitan's convention; rate is one device's."""
+    flops = CONVENTIONS["torchtitan"].flops_per_token(published(model), seq)
+    return {VALUE: 100 * flops * rate / peak, "mfu": 100 * flops * rate / peak, "tflops": flops * rate / _T}
+
+
+@rule("megatron2021", stages="p", microbatches="m", chunks="v")
+def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> Quantities:
+    """Section 2.2: of the ideal time."""
+    found = (stages - 1) / (microbatches * chunks)
+    return {VALUE: found, "bubble": found, "bubble_of_ideal": found}

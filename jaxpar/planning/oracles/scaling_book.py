@@ -6,6 +6,7 @@ TPU figures where a problem gives none are v5p's as the book rounds them, GPU fi
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxpar.planning import budget, collectives, rooflines, serving
 from jaxpar.planning.memory_conventions import SCALING_BOOK_BYTES
@@ -124,24 +125,56 @@ def tensor_limit(ffn: int, axes: int = 1, alpha: float = ICI_INTENSITY) -> Quant
     return {VALUE: rooflines.tensor_parallel_limit(ffn, alpha, axes)}
 
 
-@rule("scaling_book", flops="a", bandwidth="b")
-def intensity(flops: float, bandwidth: float) -> Quantities:
+@rule("scaling_book")
+def intensity(inputs: Any) -> Quantities:
+    """Of FLOPs per second, given first, over any bandwidth."""
+    flops, bandwidth = inputs.values()
+    if not 1e9 < bandwidth < flops:
+        raise ValueError("not a rate of FLOPs and one of bytes")
     return {VALUE: rooflines.intensity(flops, bandwidth)}
 
 
-@rule("scaling_book", bandwidth="pcie")
-def intensity_over_pcie(flops: float, bandwidth: float) -> Quantities:
-    return {VALUE: rooflines.intensity(flops, bandwidth)}
+@rule("scaling_book")
+def least_batch(alpha: float, axes: int = 1) -> Quantities:
+    return {VALUE: rooflines.data_parallel_batch(alpha, axes)}
 
 
-@rule("scaling_book", bandwidth="ici")
-def intensity_over_ici(flops: float, bandwidth: float) -> Quantities:
-    return {VALUE: rooflines.intensity(flops, bandwidth)}
+@rule("scaling_book", hidden="D", ffn="F", bandwidth="hbm", element_bytes="bytes")
+def matmul_batch(hidden: int, ffn: int, flops: float, bandwidth: float, element_bytes: float = 1) -> Quantities:
+    return {VALUE: rooflines.matmul_critical_batch(flops, bandwidth, hidden, ffn, element_bytes)}
 
 
-@rule("scaling_book", bandwidth="dcn")
-def intensity_over_dcn(flops: float, bandwidth: float) -> Quantities:
-    return {VALUE: rooflines.intensity(flops, bandwidth)}
+@rule("scaling_book", num_bytes="bytes", both_ways="W")
+def gather_bytes(num_bytes: float, both_ways: float, axes: int = 1) -> Quantities:
+    found = collectives.torus_gather_seconds(num_bytes, both_ways / 2, (1,) * axes)
+    return {VALUE: found, "all_gather": found, "all_reduce": 2 * found, "all_to_all": found / 4}
+
+
+@rule("scaling_book")
+def flops_per_token(params: float) -> Quantities:
+    return {VALUE: budget.training_flops(params, 1)}
+
+
+@rule("scaling_book", layers="L", hidden="D", ffn="F", vocab="V")
+def parameters(layers: int, hidden: int, ffn: int, vocab: int, tied: bool = False) -> Quantities:
+    """Heads as wide as the model together."""
+    attention, mlp = 4 * layers * hidden**2, 3 * layers * hidden * ffn
+    total = attention + mlp + (1 if tied else 2) * vocab * hidden
+    return {VALUE: total, "total": total, "attn": attention, "ffw": mlp, "attn_share": attention / total}
+
+
+@rule("scaling_book", batch="bs")
+def decode_step(
+    batch: float,
+    kv_bytes: float,
+    param_bytes: float,
+    bandwidth: float,
+    devices: int = 1,
+    params: float = 0,
+    peak: float = 1,
+) -> Quantities:
+    found = serving.decode_step_seconds(batch, param_bytes, kv_bytes, params, peak * devices, bandwidth * devices)
+    return {VALUE: found, "seconds": found, "ms": 1e3 * found, "tokens_s": batch / found}
 
 
 @rule("scaling_book")

@@ -128,12 +128,12 @@ def custom(
     return {"total": found.parameters, "active": found.active_parameters}
 
 
-@rule("moe", factor="capacity_factor", experts_per_token="topk")
-def capacity(tokens: int, experts: int, factor: float = 1.0, experts_per_token: int = 1) -> Quantities:
+@rule("moe")
+def capacity(tokens: int, experts: int, capacity_factor: float = 1.0, experts_per_token: int = 1) -> Quantities:
     """cf1_5 is the capacity at factor 1.5."""
     at = {f"cf{text.replace('.', '_')}": float(text) for text in ("1", "1.25", "1.5", "2", "2.5", "3", "4")}
     known = {name: routing.capacity(tokens, experts, each, experts_per_token) for name, each in at.items()}
-    return {**known, VALUE: routing.capacity(tokens, experts, factor, experts_per_token)}
+    return {**known, VALUE: routing.capacity(tokens, experts, capacity_factor, experts_per_token)}
 
 
 @rule("moe", shares="f", probabilities="P")

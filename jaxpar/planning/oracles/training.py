@@ -25,7 +25,7 @@ _LLAMA3_HOURS = {"8B": 1.46e6, "70B": 7.0e6, "405B": 30.84e6, "total": 39.3e6, "
 _LLAMA2_HOURS = {"7B": 184320, "13B": 368640, "34B": 1038336, "70B": 1720320}
 
 
-@rule("chinchilla", "training_cost")
+@rule("chinchilla", "training_cost", "scaling_book", "published_runs")
 def compute(params: float, tokens: float) -> Quantities:
     flops = budget.training_flops(params, tokens)
     return {
@@ -34,6 +34,8 @@ def compute(params: float, tokens: float) -> Quantities:
         "ratio": tokens / params,
         "tokens_per_param": tokens / params,
         "loss": budget.chinchilla_loss(params, tokens),
+        "pf_days": flops / (1e15 * budget.DAY),
+        "petaflop_s_days": flops / (1e15 * budget.DAY),
     }
 
 
@@ -93,7 +95,7 @@ def days(params: float, tokens: float, devices: int, peak: float, mfu: float) ->
     return {VALUE: found, "days": found, "gpu_hours": found * 24 * devices}
 
 
-@rule("training_cost")
+@rule("training_cost", "seed")
 def days_of_named(params: float, tokens: float, devices: int, peak: float, mfu: float) -> Quantities:
     found = budget.training_seconds(budget.training_flops(params, tokens), devices, peak, mfu) / budget.DAY
     return {VALUE: found, "days": found, "gpu_hours": found * 24 * devices}
@@ -159,7 +161,7 @@ def hyperparameters(model: str) -> Quantities:
     }
 
 
-@rule("llama3")
+@rule("llama3", "context_parallel")
 def zigzag_chunks(cp: int) -> Quantities:
     """The two of 2 cp chunks that each rank holds. Source: section 3.3.2."""
     return {str(rank): [rank, 2 * cp - 1 - rank] for rank in range(cp)}
@@ -180,10 +182,10 @@ def failures(failures: float, days: float) -> Quantities:
 
 
 @rule("llama3")
-def interruptions() -> Quantities:
-    return _LLAMA3_FAILURES
+def interruptions(form: Any) -> Quantities:
+    return _LLAMA3_FAILURES if form.keys() <= _LLAMA3_FAILURES.keys() else {}
 
 
 @rule("llama3")
-def hours(form: Any) -> Quantities:
-    return _LLAMA3_HOURS if "tdp_W" in form or "405B" in form else {}
+def hours() -> Quantities:
+    return _LLAMA3_HOURS
