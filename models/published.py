@@ -297,8 +297,6 @@ _SHAPES = (
             expert_dim=expert_dim,
         )
         for name, layers, width, heads, kv, experts, expert_dim in (
-            ("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768),
-            ("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536),
             ("qwen3-coder-480b-a35b", 62, 6144, 96, 8, 160, 2560),
         )
     ),
@@ -325,8 +323,6 @@ _SHAPES = (
             expert_dim=mlp,
         )
         for name, layers, width, heads, mlp, vocab, experts, top, norms, tied in (
-            ("mixtral-8x7b", 32, 4096, 32, 14336, 32000, 8, 2, 2, False),
-            ("mixtral-8x22b", 56, 6144, 48, 16384, 32768, 8, 2, 2, False),
             ("grok-1", 64, 6144, 48, 32768, 131072, 8, 2, 4, True),
             ("dbrx", 40, 6144, 48, 10752, 100352, 16, 4, 2, False),
         )
@@ -375,19 +371,6 @@ _SHAPES = (
             ("olmo2-13b", 40, 5120, 40, 13824),
             ("olmo2-32b", 64, 5120, 8, 27648),
         )
-    ),
-    Shape(
-        "olmoe-1b-7b",
-        16,
-        2048,
-        16,
-        128,
-        1024,
-        50304,
-        layer_extras=2 * 2048,
-        num_experts=64,
-        num_experts_per_token=8,
-        expert_dim=1024,
     ),
     *_llamas(128256, {"smollm3-3b": (36, 2048, 16, 4, 128, 11008)}, tied=True),
     *_llamas(

@@ -7,6 +7,7 @@ A `Shape` has every size that parameters and FLOPs depend on, also of models who
 from dataclasses import dataclass
 
 from models.config import ModelConfig
+from models.count import all_mlp_weights, attention_weights, parameter_counts
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,16 @@ class Shape:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Shape":
-        """That of a dense model that can be trained."""
-        has_positions = config.positions == "learned"
-        output_bias = config.embed_dim if config.attention_output_bias else 0
-        inputs = 2 if config.mlp == "swiglu" else 1
-        mlp_bias = inputs * config.mlp_dim + config.embed_dim if config.mlp_bias else 0
+        """That of a model that can be trained."""
+        counts, layers = parameter_counts(config), config.num_layers
+        kernels = all_mlp_weights(config, config.num_experts)
+        # What its parts have beside kernels: biases, norms of q and k, routers' biases.
+        norm = config.embed_dim * (2 if config.norm == "layernorm" else 1)
+        small = counts["attention"] - layers * attention_weights(config) + counts["mlp"] - kernels
+        small += counts["norms"] - (2 * layers + 1) * norm
         return cls(
             config.name,
-            config.num_layers,
+            layers,
             config.embed_dim,
             config.num_heads,
             config.head_dim,
@@ -69,9 +72,14 @@ class Shape:
             gated=config.mlp == "swiglu",
             tied=config.tie_embeddings,
             norm=2 if config.norm == "layernorm" else 1,
-            qkv_bias=config.qkv_bias,
-            layer_extras=output_bias + mlp_bias + (2 * config.head_dim if config.qk_norm else 0),
-            extras=config.max_seq_len * config.embed_dim if has_positions else 0,
+            layer_extras=small // layers,
+            extras=counts["positions"] + small % layers,
+            num_experts=config.num_experts,
+            num_experts_per_token=config.num_experts_per_token if config.num_experts else 0,
+            expert_dim=config.expert_mlp_dim if config.num_experts else 0,
+            num_shared_experts=config.num_shared_experts,
+            num_dense_layers=config.num_dense_layers,
+            moe_every=config.moe_every,
         )
 
     @property

@@ -56,7 +56,7 @@ def test_conventions_of_one_gpt():
 
 
 def test_experts_count_as_many_as_a_token_visits():
-    """NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md: Qwen3 30B-A3B, 8 GB300s, 44,544 tokens/s, 1,029 TFLOP/s."""
+    """NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md: Qwen3 30B-A3B on 8 GB300s, 1,029 TFLOP/s each."""
     per_token = convention("nvidia-bridge").flops_per_token(shape("Qwen3_30B_a3B"), 4096)
     assert 44544 * per_token / 1e12 == pytest.approx(1029, rel=0.02)
 
