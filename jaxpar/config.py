@@ -97,8 +97,10 @@ class ParallelConfig:
     state, 1: optimizer state alone."""
     sequence_parallel: Annotated[bool, _alias("sequence-parallel")] = True
     """Cut the sequence over `tensor` between blocks; no effect at tensor=1."""
-    reshard_after_forward: Annotated[bool, _alias("reshard-after-forward")] = True
-    """Gather FSDP's weights again for the backward pass (three transfers a step) or keep them (two)."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Gather FSDP's weights again for the backward pass, three transfers a step (`--reshard-after-forward`), or keep
+    them, two (`--no-reshard-after-forward`). In a pipeline: for each microbatch, or once a step. auto: gather again,
+    but in a pipeline once."""
     remat: Annotated[str, _alias("remat")] = "full"
     """What the backward pass recomputes: none; full (all but each layer's input); every=K or sqrt (all but every K-th,
     or sqrt(layers)-th, layer's input); dots (all but matmuls); save=NAME,NAME (all but these); offload (as full,
@@ -116,11 +118,24 @@ class ParallelConfig:
     """Microbatches per step, the pipeline's under `pipe`; gradients are summed over `data` once, after the last."""
     pipeline: Annotated[str, _alias("pipeline")] = "1f1b"
     """Schedule of the microbatches through the stages of `pipe`: gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2; with chunks
-    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v; with slices terapipe. `jaxpar schedule` draws them."""
+    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v; with slices terapipe; auto: searched for, by the stages' modelled
+    times; asynchronous, a step's microbatches changing the weights one after another, pipedream (each) and
+    pipedream-2bw (by at least as many as stages). `jaxpar schedule` draws them."""
+    pipeline_memory_limit: Annotated[float | None, _alias("pipeline-memory-limit")] = None
+    """Of --pipeline auto, per stage: activations of one microbatch in one stage, 1 or more; none: as many as it
+    takes."""
     chunks: Annotated[int, _alias("chunks")] = 1
-    """Parts of the model that a stage of `pipe` holds, each of as many layers."""
+    """Parts of the model that a stage of `pipe` holds."""
     slices: Annotated[int, _alias("slices")] = 1
     """Token slices that terapipe cuts each sequence into, later ones shorter, since they attend to more."""
+    layers_per_stage: Annotated[str, _alias("layers-per-stage")] = ""
+    """Layers of each part of the model, stages x chunks of them, in the model's order: `7,8,8,7`. Empty: as many in
+    each, and where that cannot be the cut whose slowest stage is fastest (`jaxpar partition`)."""
+    pipeline_residuals: Annotated[bool, _alias("pipeline-residuals")] = False
+    """Keep what a stage's backward pass needs, as `--remat` has it, from its forward pass on, in place of its input."""
+    spread_head: Annotated[bool, _alias("spread-head")] = False
+    """Embedding and head are the work of all stages together, each with its part of the vocabulary, in place of the
+    first stage's and the last one's."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +275,8 @@ _SHORTHANDS = {
     "--resume": ["--run.resume", "require"],
     "--no-resume": ["--run.resume", "never"],
     "--sliding-window": ["--model.sliding-window"],
+    "--reshard-after-forward": ["--parallel.reshard-after-forward", "always"],
+    "--no-reshard-after-forward": ["--parallel.reshard-after-forward", "never"],
 }
 
 

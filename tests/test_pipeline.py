@@ -21,6 +21,7 @@ from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.kinds import KINDS, make
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.pipeline.schedule import Op
+from jaxpar.parallel.product import product
 from jaxpar.training import optimizers, setup
 from jaxpar.training.checkpoints.checkpoint import Checkpoints
 from jaxpar.training.evaluate import make_eval_step
@@ -46,7 +47,17 @@ def with_layers(num_layers: int, model: str, mesh: str = "", **parallel):
         ("pipe=2,fsdp=2,tensor=2", {"pipeline": "1f1b", "grad_accumulation": 4}, "qwen"),
         ("data=2,pipe=2,tensor=2", {"pipeline": "zb-h1", "grad_accumulation": 2, "zero": 1}, "gpt2"),
         ("pipe=2,context=2", {"pipeline": "eager-1f1b", "grad_accumulation": 4, "sequence_parallel": False}, "tiny"),
-        ("pipe=2,fsdp=2", {"pipeline": "zb-v", "grad_accumulation": 4, "remat": "none"}, "tiny"),
+        (
+            "pipe=2,fsdp=2",
+            {"pipeline": "zb-v", "grad_accumulation": 4, "remat": "none", "pipeline_residuals": True},
+            "tiny",
+        ),
+        (
+            "pipe=2,fsdp=2,tensor=2",
+            {"pipeline": "zb-h1", "grad_accumulation": 4, "spread_head": True, "reshard_after_forward": "always"},
+            "qwen",
+        ),
+        ("pipe=2,data=2", {"pipeline": "1f1b", "grad_accumulation": 2, "spread_head": True, "zero": 1}, "gpt2"),
         pytest.param(
             "pipe=2,context=2",
             {"pipeline": "interleaved-1f1b", "chunks": 2, "context_strategy": "ulysses"},
@@ -66,7 +77,7 @@ def test_training_is_that_of_one_device(mesh, parallel, model):
 def test_evaluation_and_sampling_go_through_the_stages():
     outcomes = []
     for mesh in "pipe=2,tensor=2", None:
-        asked = with_layers(4, "qwen", mesh or "", pipeline="zb-v", grad_accumulation=2)
+        asked = with_layers(5, "qwen", mesh or "", pipeline="zb-v", grad_accumulation=2)
         devices = setup.make_mesh(asked, jax.devices()[:4]) if mesh else None
         model = setup.make_model(asked, devices)
         batch = jax.device_put(verify.random_batch(asked), model.layout.sharding(model.layout.stacked_batch_spec()))
@@ -88,7 +99,7 @@ WIDTH, ROWS = 4, 3
 def functions(count=lambda name: None) -> executor.Functions:
     def stage(layers, x, microbatch, part):
         def layer(x, weight):
-            x = jnp.sin(x @ weight)
+            x = jnp.sin(product("rd,de->re", x, weight))
             return x, jnp.sum(microbatch["weights"][:, None] * jnp.square(x))
 
         count("stage")
@@ -99,7 +110,7 @@ def functions(count=lambda name: None) -> executor.Functions:
         loss = jnp.sum(microbatch["weights"][:, None] * jnp.square(x @ ends["head"]))
         return loss, 2 * loss
 
-    return executor.Functions(lambda ends, microbatch: ends["table"][microbatch["ids"]], stage, head)
+    return executor.Functions(lambda ends, microbatch: ends["table"][microbatch["ids"]], stage, head, are_weights=True)
 
 
 def toy(num_layers: int, num_microbatches: int):
@@ -110,7 +121,7 @@ def toy(num_layers: int, num_microbatches: int):
     return ends, layers, {"ids": rng.integers(0, 5, shape), "weights": rng.random(shape)}
 
 
-def by_pipeline(schedule, functions, ends, layers, batch, fill, run=executor.run):
+def by_pipeline(schedule, functions, ends, layers, batch, fill, run=executor.run, **settings):
     """(reported, told, gradients), layers in order."""
     mesh = build_mesh(f"pipe={schedule.num_stages}", "", jax.devices()[: schedule.num_stages])
     size = layers.shape[0] // schedule.num_parts
@@ -118,7 +129,7 @@ def by_pipeline(schedule, functions, ends, layers, batch, fill, run=executor.run
     order = np.concatenate([np.arange(part * size, (part + 1) * size) for part in parts])
 
     def local(ends, layers, batch):
-        loss, told, by_ends, by_layers = run(schedule, functions, ends, layers, batch, fill)
+        loss, told, by_ends, by_layers = run(schedule, functions, ends, layers, batch, fill=fill, **settings)
         return loss, jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), (told["squares"], by_layers)
 
     with jax.set_mesh(mesh):
@@ -147,13 +158,15 @@ def by_one_device(ends, layers, batch):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 4), (4, 10)])
-def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches):
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "keeps_residuals"), [(2, 1, False), (4, 4, True), (4, 10, False), (2, 5, True)]
+)
+def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches, keeps_residuals):
     """Microbatches fewer than, as many as, more than the stages, and no multiple of them."""
     schedule = make(kind, stages, microbatches, chunks_of(kind))
     problem = toy(2 * schedule.num_parts, microbatches)
     want = by_one_device(*problem)
-    got = by_pipeline(schedule, functions(), *problem, fill=np.nan)
+    got = by_pipeline(schedule, functions(), *problem, np.nan, keeps_residuals=keeps_residuals)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.abs(b).max() > 1e-3
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * np.abs(b).max())
@@ -263,11 +276,16 @@ def marked(leaf):
 @pytest.mark.parametrize(
     ("mesh", "parallel", "complaint"),
     [
-        ("pipe=4", {}, "--model.num-layers 6 is not divisible by pipe=4; the nearest that is: 4 or 8"),
-        ("pipe=2", {"pipeline": "looped-bfs", "chunks": 2}, "not divisible by pipe=2 x 2 chunks"),
+        ("pipe=2", {"pipeline": "looped-bfs", "chunks": 4}, "--model.num-layers 6 is too few for pipe=2 x 4 chunks"),
+        ("pipe=2", {"layers_per_stage": "3,2"}, "--layers-per-stage 3,2 adds up to 5 layers, not to the model's 6"),
+        ("pipe=2", {"layers_per_stage": "2,2,2"}, "--layers-per-stage 2,2,2 has 3 numbers; pipe=2 takes 2"),
+        ("pipe=2", {"layers_per_stage": "6,0"}, "--layers-per-stage 6,0 has a part without a layer; give each"),
+        ("pipe=2", {"layers_per_stage": "3,-3"}, "--layers-per-stage 3,-3 is no list of numbers; give 2, as in 7,8"),
+        ("pipe=2", {"pipeline": "auto", "chunks": 2}, "--pipeline auto searches tables of one chunk, not --chunks 2"),
+        ("pipe=2", {"pipeline": "auto", "pipeline_memory_limit": 0.5}, "--pipeline-memory-limit 0.5 is below one"),
+        ("pipe=2", {"pipeline_memory_limit": 2.0}, "--pipeline-memory-limit 2 has no use with --pipeline 1f1b, whose"),
         ("pipe=2", {"pipeline": "interleaved-1f1b"}, "needs 2 or more chunks per stage, none given"),
         ("pipe=2", {"chunks": 3}, "1f1b needs exactly 1 chunk per stage, not 3; interleaved-1f1b and looped-bfs"),
-        ("pipe=2", {"pipeline": "pipedream"}, "can be drawn and simulated, but not run yet; these can: gpipe, 1f1b"),
         ("pipe=2", {"pipeline": "1f1B"}, "did you mean 1f1b?"),
         ("pipe=2", {"zero": 2}, "--zero 2 does not go with pipe=2"),
         ("pipe=2", {"grad_accumulation": 3}, "--batch-size 16 is not divisible by 3 microbatches"),

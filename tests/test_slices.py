@@ -132,7 +132,8 @@ def test_training_is_that_of_one_device(mesh, parallel, model, packs):
 
 def test_what_stages_send_as_compiled_for_gpus():
     """Two permutes a tick, of the longest slice, and none in a branch."""
-    asked = with_layers(4, "tiny", pipeline="terapipe", slices=3, grad_accumulation=2)
+    parallel = {"pipeline": "terapipe", "slices": 3, "reshard_after_forward": "always"}
+    asked = with_layers(4, "tiny", grad_accumulation=2, **parallel)
     mesh = parse_mesh("pipe=4,fsdp=2", 8)
     text = verify.compiled_step(asked, mesh).as_text()
     hops = hlo.summarize(hlo.read_collectives(text, mesh))["pipe"]["collective-permute"]

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from jaxpar.numerics import widened
-from jaxpar.parallel import fsdp, zero
+from jaxpar.parallel import zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.zero import Weight
 from jaxpar.training.model import Model
@@ -69,7 +69,7 @@ def _local(model: Model, weights: PyTree, batch: Batch, scale: Array) -> tuple[R
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, widened(x.dtype)), (like[0][1], like[1]))
         (reported, grads), _ = lax.scan(add, zeros, batch)
     if model.keeps_whole_weights and layout.zero == 1:
-        grads = jax.tree.map(lambda g, spec: _scattered(model, g, spec), grads, model.specs)
+        grads = jax.tree.map(lambda g, spec: layout.summed(g, layout.token_cuts(spec)), grads, model.specs)
     grads = layout.settle(grads, model.owed)
     grads = jax.tree.map(lambda g: g.astype(wide) / scale.astype(wide), grads)
     reported = jax.tree.map(layout.sum_over_tokens, reported)
@@ -101,8 +101,3 @@ def differentiated(model: Model, weights: PyTree) -> tuple[PyTree, Callable[[PyT
 
     parts = jax.tree.map(part, weights, model.specs)
     return parts, lambda parts: jax.tree.map(pair, weights, parts, model.specs, model.names)
-
-
-def _scattered(model: Model, gradient: Array, spec: P) -> Array:
-    cuts = model.layout.token_cuts(spec)
-    return fsdp.reduce_scatter(gradient.astype(model.layout.reduce_dtype), cuts) if cuts else gradient

@@ -3,7 +3,6 @@
 Everything after this file (gradients, optimizers, checkpoints) sees nested dicts of arrays.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.numerics import widened
-from jaxpar.parallel import fsdp, zero
+from jaxpar.parallel import zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline import executor, looped, slices
@@ -130,63 +129,64 @@ class Model:
     def through_pipeline(self, params: PyTree, batch: Batch, fill: float = 0.0) -> tuple[Reported, PyTree]:
         """(what is reported, gradients) of a step's microbatches [M, B, S] by the layout's schedule; in its region. For
         `fill` see executor.run."""
-        layout, blocks = self.layout, params["blocks"]
-        ends = {name: tree for name, tree in params.items() if name != "blocks"}
+        layout = self.layout.in_stages()
         schedule = layout.schedule
         assert schedule is not None
-        is_looped, is_sliced = schedule.kind in looped.KINDS, bool(layout.slices)
-        gathers_once = (is_looped or is_sliced) and layout.zero == 3 and not layout.reshard_after_forward
-        if gathers_once:
-            blocks, layout = self._gathered(blocks), dataclasses.replace(layout, zero=1)
+        before = jax.tree.map(
+            lambda _, spec, names: layout.cuts_before_stages(spec, names), params, self.computed_specs, self.names
+        )
+        params = jax.tree.map(layout.before_stages, params, before, self.names)
+        blocks = params["blocks"]
+        ends = {name: tree for name, tree in params.items() if name != "blocks"}
+        pieces = self.pieces(params, layout)
+        if layout.slices:
+            sliced = slices.Functions(pieces.embed, self._slice_of_stage(params, layout), pieces.head)
+            outcome = slices.run(schedule, layout.slices, sliced, ends, blocks, batch, fill)
+        elif schedule.kind in looped.KINDS:
+            outcome = looped.run(schedule, pieces, ends, blocks, batch, fill)
+        else:
+            outcome = executor.run(
+                schedule, pieces, ends, blocks, batch, keeps_residuals=layout.keeps_residuals, fill=fill
+            )
+        loss, told, by_ends, by_blocks = outcome
+        grads = jax.tree.map(layout.summed, {**by_ends, "blocks": by_blocks}, before)
+        return Reported(loss, told), grads
 
-        def module(ends: PyTree) -> Transformer:
-            return self._module({**ends, "blocks": blocks})
+    def pieces(self, params: PyTree, layout: Layout) -> executor.Functions:
+        """The model as a pipeline takes it; of `params` the values do not count where a piece is given its own."""
+        specs = jax.tree.leaves(self.computed_specs["blocks"], is_leaf=_is_spec)
+        cuts = [layout.cuts_in_stages(spec) for spec in specs]
 
-        def embed(ends: PyTree, microbatch: Batch) -> Array:
-            return module(ends).embed(microbatch, self.layout)
+        def module(own: PyTree) -> Transformer:
+            return self._module({**params, **own})
 
         def stage(blocks: PyTree, x: Array, microbatch: Batch, part: Int[Array, ""]) -> tuple[Array, Array, Told]:
-            x, told = module(ends).stack(nnx.State(blocks), x, microbatch, layout)
+            x, told = module({}).stack(nnx.State(blocks), x, microbatch, layout, part)
             return x, auxiliary_loss(told, widened(x.dtype)), told
 
-        def slice_of_stage(
+        def is_weight(_: Array, names: tuple[str | None, ...]) -> bool:
+            return "embed" in names and "experts" not in names
+
+        return executor.Functions(
+            embed=lambda ends, microbatch: module(ends).embed(microbatch, layout),
+            stage=stage,
+            head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
+            are_weights=jax.tree.map(is_weight, params["blocks"], self.names["blocks"]),
+            summed=lambda grads: {number: layout.summed(grad, cuts[number]) for number, grad in grads.items()},
+            are_ends_spread=layout.spreads_head,
+        )
+
+    def _slice_of_stage(self, params: PyTree, layout: Layout) -> Callable[..., tuple[Array, PyTree, Array, Told]]:
+        """See slices.Functions."""
+
+        def stage(
             blocks: PyTree, x: Array, before: PyTree, microbatch: Batch, earlier: Batch, part: Int[Array, ""]
         ) -> tuple[Array, PyTree, Array, Told]:
-            x, told, made = module(ends).stack_after(nnx.State(blocks), x, before, microbatch, earlier, layout)
+            module = self._module(params)
+            x, told, made = module.stack_after(nnx.State(blocks), x, before, microbatch, earlier, layout, part)
             return x, made, auxiliary_loss(told, widened(x.dtype)), told
 
-        def head(ends: PyTree, x: Array, microbatch: Batch) -> tuple[Array, Array]:
-            return module(ends).head_loss(x, microbatch, self.layout, self.objective)
-
-        if is_sliced:
-            sliced = slices.Functions(embed, slice_of_stage, head)
-            outcome = slices.run(schedule, layout.slices, sliced, ends, blocks, batch, fill)
-        else:
-            run = looped.run if is_looped else executor.run
-            outcome = run(schedule, executor.Functions(embed, stage, head), ends, blocks, batch, fill)
-        loss, told, by_ends, by_blocks = outcome
-        if gathers_once:
-            by_blocks = self._scattered(by_blocks)
-        return Reported(loss, told), {**by_ends, "blocks": by_blocks}
-
-    def _gathered(self, blocks: PyTree) -> PyTree:
-        """The layers' kernels, whole over FSDP's axes and in compute dtype: a layout's at zero=1."""
-        dtype, reduce_dtype = self.layout.compute_dtype, self.layout.reduce_dtype
-
-        def gathered(weight: Array, spec: P, names: tuple[str | None, ...]) -> Array:
-            return (
-                fsdp.gather(weight, self.layout.token_cuts(spec), dtype, reduce_dtype) if "embed" in names else weight
-            )
-
-        return jax.tree.map(gathered, blocks, self.specs["blocks"], self.names["blocks"])
-
-    def _scattered(self, by_blocks: PyTree) -> PyTree:
-        """Of a gradient by what `_gathered` gives: this rank's part of the sum."""
-
-        def scattered(gradient: Array, spec: P) -> Array:
-            return fsdp.reduce_scatter(gradient.astype(self.layout.reduce_dtype), self.layout.token_cuts(spec))
-
-        return jax.tree.map(scattered, by_blocks, self.specs["blocks"])
+        return stage
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
         """Of arrays on the mesh [B, S]."""
@@ -206,8 +206,12 @@ class Model:
     @cached_property
     def computed_specs(self) -> PyTree:
         of = self.layout.whole_spec if self.keeps_whole_weights else lambda spec: spec
-        return jax.tree.map(of, self.specs, is_leaf=lambda node: isinstance(node, P))
+        return jax.tree.map(of, self.specs, is_leaf=_is_spec)
 
 
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)

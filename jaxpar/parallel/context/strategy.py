@@ -39,7 +39,7 @@ class ContextStrategy:
             raise ValueError(
                 f"--context-strategy {text} sends around a ring, which cannot be done while the stages of `pipe` are "
                 "at different branches; take allgather or ulysses, or --pipeline gpipe or looped-bfs, which do not "
-                "branch"
+                "branch where all parts have as many layers"
             )
         if kind == "hybrid":
             r, _, u = factors.partition("x")

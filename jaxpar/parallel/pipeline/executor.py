@@ -2,20 +2,24 @@
 
 Splits: the layers over `pipe`, P stages of C chunks each; every rank of a stage runs the same branch of a tick. What an
 action makes hops to its neighbour by a permute outside of the branches, and lies in a buffer of the schedule's own
-size until it is used. A backward pass computes its chunk's forward pass again; B and W apart (Zero Bubble, arXiv
-2401.10241) each do, and W the input gradients between its layers, too.
+size until it is used; so does what lies between the pieces of a backward pass (see backward.py), and, if asked for,
+what a forward pass keeps for it. Else a backward pass computes its chunk's forward pass again.
 Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank, in compute dtype:
     collective-permute  A per tick and direction, whether the tick sends anything or not
-    all-reduce          the gradients of embedding, final norm and head, which only the ends of the model have, once
-    those of FSDP and the others: once in each action, that is, weights are gathered per microbatch
+    all-gather          embedding and head, whose vocabulary is cut over `pipe`, once; their gradients are
+                        reduce-scattered, once
+    all-reduce          the gradients of the final norm and other vectors, which only the ends of the model have, once
+    with spread ends    2 all-reduces of A per microbatch each for embedding (the sum of all stages' parts of the
+                        vocabulary, the gradient's broadcast) and head (the broadcast, the gradient's sum) in place of
+                        the gathers; three floats a token for the loss
 Within a branch only collectives among the ranks of one stage are right: stages are at different branches then, and a
 permute is one operation of all devices. So attention under `context` gathers or exchanges, and never sends around.
-Limits: as many layers in each chunk; embedding and head whole on every stage, computed on one. With several chunks an
-action copies its chunk's weights out of the stack.
+Limits: as many slots for layers in each chunk (stack.py). With several chunks an action copies its weights out of
+the stack.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxpar.numerics import widened
-from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline import trees
+from jaxpar.parallel.pipeline.backward import Kept, WeightsApart
+from jaxpar.parallel.pipeline.program import Buffer, Program
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
 AXIS = "pipe"
@@ -42,193 +47,306 @@ class Functions:
     minimised, what its layers tell: of each a leading dim, summed over the microbatches)"""
     head: Callable[..., tuple[Float[Array, ""], Float[Array, ""]]]
     """(ends, output of the last layer, microbatch=) -> (what is minimised, what is reported), sums over tokens"""
+    are_weights: PyTree
+    """Of the layers' leaves: which are weights of a `product`, whose gradient can wait."""
+    summed: Callable[[PyTree], PyTree] = lambda gradients: gradients
+    """Such gradients, by number among the leaves, as the layers lie: where they are cut, summed over their ranks."""
+    are_ends_spread: bool = False
+    """Whether `embed` and `head` are the work of all stages together, each with its part of the vocabulary: `embed`
+    gives all of them the same, `head` takes the same of all, and gives each the input's gradient by its part."""
 
 
 def run(
-    schedule: Schedule, functions: Functions, ends: PyTree, layers: PyTree, batch: PyTree, fill: float = 0.0
+    schedule: Schedule,
+    functions: Functions,
+    ends: PyTree,
+    layers: PyTree,
+    batch: PyTree,
+    *,
+    keeps_residuals: bool = False,
+    fill: float = 0.0,
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
     """(what is reported, its sum over the microbatches; what this rank's layers told; gradients by ends; by layers), in
     at least float32; in a region that is manual over `pipe`.
 
     A rank holds `layers` [C x layers per chunk, ...], chunk by chunk. Gradients by `ends` are left unsummed over
-    `pipe`. `batch` has leading dim M; `fill` is what lies in slots that hold nothing.
+    `pipe`. `batch` has leading dim M. keeps_residuals: a forward pass keeps what its backward pass needs; else that
+    computes it again. `fill` is what lies in slots that hold nothing.
     """
     program = Program.of(schedule)
-    stage, layers = lax.axis_index(AXIS), _by_chunk(layers, schedule.num_chunks)
-    activation = jax.eval_shape(functions.embed, ends, microbatch=_at(batch, 0))
-    reported = jax.eval_shape(functions.head, ends, activation, microbatch=_at(batch, 0))[1]
-    told = jax.eval_shape(functions.stage, _at(layers, 0), activation, microbatch=_at(batch, 0), part=0)[2]
-    told = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((schedule.num_chunks, *leaf.shape), leaf.dtype), told)
+    stage, layers = lax.axis_index(AXIS), trees.by_chunk(layers, schedule.num_chunks)
+    first = trees.at(batch, 0)
+    activation = jax.eval_shape(functions.embed, ends, microbatch=first)
+    chunk = _Chunk.of(functions, trees.at(layers, 0), activation, first, program.ops, keeps_residuals)
+    reported = jax.eval_shape(functions.head, ends, activation, microbatch=first)[1]
+    told = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((schedule.num_chunks, *leaf.shape), leaf.dtype), chunk.told)
 
     def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
         buffers, sums = carry
-        row = jax.tree.map(lambda column: column[stage], rows)
-        x, dy = (_at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
-        microbatch = _at(batch, row["microbatch"])
-        x, made, sums = _act(functions, program.ops, fill, ends, layers, row, microbatch, x, dy, sums)
+        row = jax.tree.map(lambda column: column[stage], rows["own"])
+        act = _act_on_spread_ends if functions.are_ends_spread else _act_on_ends
+        x, made, buffers, sums = act(functions, chunk, ends, layers, batch, fill, row, rows["ends"], buffers, sums)
         arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
-        buffers = dict(buffers, inputs=_put(buffers["inputs"], x, row["looked_up"]))
+        buffers = dict(buffers, inputs=trees.put(buffers["inputs"], x, row["looked_up"]))
         for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
-            buffers[name] = _put(buffers[name], arrived.get(shift, made), slot)
+            buffers[name] = trees.put(buffers[name], arrived.get(shift, made), slot)
         return (buffers, sums), None
 
-    def zeros(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, widened(leaf.dtype)), tree)
+    def slots(name: Buffer, of: PyTree, spare: int = 0) -> PyTree:
+        count = program.num_slots[name] + spare
+        return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), of)
 
     buffers = {
-        name: jnp.full((count + 1, *activation.shape), fill, activation.dtype)
-        for name, count in program.num_slots.items()
+        # Something arrives in every tick; what nobody reads goes to a spare slot.
+        "inputs": slots("inputs", activation, spare=1),
+        "gradients": slots("gradients", activation, spare=1),
+        "residuals": slots("residuals", chunk.residuals),
+        "deferred": slots("deferred", chunk.operands),
     }
-    rows = {
-        "op": program.op,
-        "part": program.part,
-        "is_last": program.part == schedule.num_parts - 1,
-        "chunk": program.chunk,
-        "microbatch": program.microbatch,
-        "slots": dict(program.slots),
-        "looked_up": program.looked_up,
-        "arrivals": tuple(program.arrivals.values()),
-    }
-    start = buffers, (zeros(reported), zeros(told), zeros(ends), zeros(layers))
-    (_, (loss, *sums)), _ = lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))
-    told, by_ends, by_layers = sums
+    sums = trees.zeros((reported, told, ends, layers))
+    (_, (loss, told, by_ends, by_layers)), _ = lax.scan(tick, (buffers, sums), program.rows())
     told, by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), (told, by_layers))
     return lax.psum(loss, AXIS), told, by_ends, by_layers
 
 
-def _act(
+Sums = tuple[Array, PyTree, PyTree, PyTree]
+"""What is reported; what layers told; gradients by ends; by layers."""
+
+
+def _act_on_ends(
     functions: Functions,
-    ops: frozenset[Op],
-    fill: float,
+    chunk: "_Chunk",
     ends: PyTree,
     layers: PyTree,
+    batch: PyTree,
+    fill: float,
     row: dict[str, Any],
-    microbatch: PyTree,
-    x: Array,
-    dy: Array,
-    sums: tuple[Array, PyTree, PyTree, PyTree],
-) -> tuple[Array, Array, tuple[Array, PyTree, PyTree, PyTree]]:
-    """A stage's tick: (its input, what it sends on, sums).
+    _: dict[str, Any],
+    buffers: dict[str, PyTree],
+    sums: Sums,
+) -> tuple[Array, Array, dict[str, PyTree], Sums]:
+    """A stage's tick: (its input, what it sends on, buffers, sums); the first stage looks up, the last one does the
+    head's work with its last layers'.
 
-    Sums pass through conditionals of two branches, the first of which leaves them alone (see _when): those XLA updates
-    in place, where it copies what passes through a switch, in every branch.
+    Sums pass through conditionals of two branches, the first of which leaves them alone (see trees.when): those XLA
+    updates in place, where it copies what passes through a switch, in every branch.
     """
-    loss, told, by_ends, by_layers = sums
-    op, is_first, is_last = row["op"], row["part"] == 0, row["is_last"]
-    embed = partial(functions.embed, microbatch=microbatch)
-    stage = partial(functions.stage, microbatch=microbatch, part=row["part"])
-    head = partial(functions.head, microbatch=microbatch)
-    nothing = jnp.full(x.shape, fill, x.dtype)
-
-    def own() -> PyTree:
-        return _at(layers, row["chunk"])
-
-    def pulled(function: Callable, dy: Array, *by: PyTree) -> tuple[PyTree, ...]:
-        (_, minimised), pull, _ = jax.vjp(function, *by, has_aux=True)
-        return pull((dy, jnp.ones_like(minimised)))
-
-    def parts(weights: PyTree, x: Array) -> tuple[tuple[Array, Array], PyTree]:
-        y, minimised, told = stage(weights, x)
-        return (y, minimised), told
-
-    def of_input(x: Array, dy: Array) -> Array:
-        weights = own()
-        return pulled(lambda x: parts(weights, x), dy, x)[0]
-
-    def of_both(x: Array, dy: Array) -> tuple[Array, PyTree]:
-        by_own, dx = pulled(parts, dy, own(), x)
-        return dx, by_own
-
-    def of_weights(x: Array, dy: Array) -> tuple[Array, PyTree]:
-        return nothing, pulled(lambda own: parts(own, x), dy, own())[0]
-
-    def forward(x: Array, told: PyTree) -> tuple[Array, PyTree]:
-        y, _, of_layers = stage(own(), x)
-        return y, _add_at(told, of_layers, row["chunk"])
-
-    def add_layers(made: Array, by_layers: PyTree) -> tuple[Array, PyTree]:
-        made, by_own = _choose(op, {o: f for o, f in ((Op.BW, of_both), (Op.W, of_weights)) if o in ops}, x, dy)
-        return made, _add_at(by_layers, by_own, row["chunk"])
+    microbatch = trees.at(batch, row["microbatch"])
+    embed, head = partial(functions.embed, microbatch=microbatch), partial(functions.head, microbatch=microbatch)
 
     def add_head(y: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
         minimised, pull, reported = jax.vjp(head, ends, y, has_aux=True)
         of_ends, dy = pull(jnp.ones_like(minimised))
-        return dy, loss + reported.astype(loss.dtype), _add(by_ends, of_ends)
+        return dy, loss + reported.astype(loss.dtype), trees.add(by_ends, of_ends)
 
     def add_embedding(by_ends: PyTree) -> PyTree:
-        return _add(by_ends, jax.vjp(embed, ends)[1](made)[0])
+        return trees.add(by_ends, jax.vjp(embed, ends)[1](made)[0])
 
-    is_forward, gives_input, gives_weights = op == Op.F, (op == Op.B) | (op == Op.BW), (op == Op.W) | (op == Op.BW)
-    x = _when(is_forward & is_first, lambda x: embed(ends), x)
-    light = {
-        Op.NOP: lambda x, dy, told: (nothing, told),
-        Op.F: lambda x, dy, told: forward(x, told),
-        Op.B: lambda x, dy, told: (of_input(x, dy), told),
-    }
-    made, told = _choose(op, {o: f for o, f in light.items() if o in ops}, x, dy, told)
-    made, by_layers = _when(gives_weights, add_layers, made, by_layers)
-    made, loss, by_ends = _when(is_forward & is_last, add_head, made, loss, by_ends)
-    by_ends = _when(gives_input & is_first, add_embedding, by_ends)
-    return x, made, (loss, told, by_ends, by_layers)
+    x = trees.at(buffers["inputs"], row["slots"]["inputs"])
+    x = trees.when(row["looks_up"], lambda x: embed(ends), x)
+    made, buffers, (loss, told, by_ends, by_layers) = _act(
+        functions, chunk, layers, microbatch, fill, row, x, buffers, sums
+    )
+    made, loss, by_ends = trees.when(row["is_scored"], add_head, made, loss, by_ends)
+    by_ends = trees.when(row["ends_backward"], add_embedding, by_ends)
+    return x, made, buffers, (loss, told, by_ends, by_layers)
 
 
-def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
-    """change(*operands), or the operands.
+def _act_on_spread_ends(
+    functions: Functions,
+    chunk: "_Chunk",
+    ends: PyTree,
+    layers: PyTree,
+    batch: PyTree,
+    fill: float,
+    row: dict[str, Any],
+    shared: dict[str, Any],
+    buffers: dict[str, PyTree],
+    sums: Sums,
+) -> tuple[Array, Array, dict[str, PyTree], Sums]:
+    """Likewise, where all stages look up and score together what one of them is at: a branch that all take alike."""
+    microbatch = trees.at(batch, row["microbatch"])
 
-    XLA takes the first branch to come before the second: only where the first makes nothing new can the second write
-    over what both are given.
-    """
-    return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
+    def of_all(value: Array, mine: Array) -> Array:
+        return lax.psum(jnp.where(mine, value, jnp.zeros((), value.dtype)), AXIS)
+
+    def at(function: Callable, event: str) -> Callable:
+        return partial(function, microbatch=trees.at(batch, shared[event]["microbatch"]))
+
+    def add_head(made: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
+        mine = row["is_scored"]
+        minimised, pull, reported = jax.vjp(at(functions.head, "is_scored"), ends, of_all(made, mine), has_aux=True)
+        of_ends, dy = pull(jnp.ones_like(minimised))
+        reported = jnp.where(mine, reported, jnp.zeros((), reported.dtype)).astype(loss.dtype)
+        return jnp.where(mine, lax.psum(dy, AXIS), made), loss + reported, trees.add(by_ends, of_ends)
+
+    def add_embedding(by_ends: PyTree) -> PyTree:
+        pull = jax.vjp(at(functions.embed, "ends_backward"), ends)[1]
+        return trees.add(by_ends, pull(of_all(made, row["ends_backward"]))[0])
+
+    def look_up(x: Array) -> Array:
+        return jnp.where(row["looks_up"], at(functions.embed, "looks_up")(ends), x)
+
+    x = trees.when(shared["looks_up"]["happens"], look_up, trees.at(buffers["inputs"], row["slots"]["inputs"]))
+    made, buffers, (loss, told, by_ends, by_layers) = _act(
+        functions, chunk, layers, microbatch, fill, row, x, buffers, sums
+    )
+    made, loss, by_ends = trees.when(shared["is_scored"]["happens"], add_head, made, loss, by_ends)
+    by_ends = trees.when(shared["ends_backward"]["happens"], add_embedding, by_ends)
+    return x, made, buffers, (loss, told, by_ends, by_layers)
 
 
-def _choose(op: Array, functions: Mapping[Op, Callable], *operands: PyTree) -> Any:
-    """The op's function of the operands, or the first one where it has none."""
-    index = sum((op == each).astype(jnp.int32) * i for i, each in enumerate(functions))
-    return lax.switch(index, list(functions.values()), *operands)
+def _act(
+    functions: Functions,
+    chunk: "_Chunk",
+    layers: PyTree,
+    microbatch: PyTree,
+    fill: float,
+    row: dict[str, Any],
+    x: Array,
+    buffers: dict[str, PyTree],
+    sums: Sums,
+) -> tuple[Array, dict[str, PyTree], Sums]:
+    """What a stage's layers do in a tick: (what they make, buffers, sums)."""
+    loss, told, by_ends, by_layers = sums
+    structure = jax.tree.structure(by_layers)
+    totals = dict(enumerate(jax.tree.leaves(by_layers)))
+    residuals, deferred = buffers["residuals"], buffers["deferred"]
+    place = row["slots"]
+
+    def own() -> tuple[PyTree, PyTree, Array]:
+        return trees.at(layers, row["chunk"]), microbatch, row["part"]
+
+    def forward(made: Array, told: PyTree, residuals: PyTree) -> tuple[Array, PyTree, PyTree]:
+        made, of_layers, kept = chunk.forward(*own(), x)
+        return made, trees.add_at(told, of_layers, row["chunk"]), trees.put(residuals, kept, place["residuals"])
+
+    def backward(together: bool) -> tuple[Array, dict[int, Array], PyTree]:
+        dy, kept = trees.at(buffers["gradients"], place["gradients"]), trees.at(residuals, place["residuals"])
+        return chunk.backward(*own(), x, dy, kept, together)
+
+    def of_both(made: Array, totals: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
+        made, gradients, operands = backward(together=True)
+        return made, trees.add_at(totals, {**gradients, **functions.summed(chunk.of_weights(operands))}, row["chunk"])
+
+    def of_input(made: Array, others: dict[int, Array], deferred: PyTree) -> tuple[Array, dict[int, Array], PyTree]:
+        made, gradients, operands = backward(together=False)
+        return made, trees.add_at(others, gradients, row["chunk"]), trees.put(deferred, operands, place["deferred"])
+
+    def of_weights(weights: dict[int, Array]) -> dict[int, Array]:
+        gradients = functions.summed(chunk.of_weights(trees.at(deferred, place["deferred"])))
+        return trees.add_at(weights, gradients, row["chunk"])
+
+    made = jnp.full(x.shape, fill, x.dtype)
+    made, told, residuals = trees.when(row["op"] == Op.F, forward, made, told, residuals)
+    if Op.BW in chunk.ops:
+        made, totals = trees.when(row["op"] == Op.BW, of_both, made, totals)
+    if Op.B in chunk.ops:
+        weights = {number: totals[number] for number in chunk.operands}
+        others = {number: total for number, total in totals.items() if number not in weights}
+        made, others, deferred = trees.when(row["op"] == Op.B, of_input, made, others, deferred)
+        weights = trees.when(row["op"] == Op.W, of_weights, weights)
+        totals = {**weights, **others}
+    by_layers = jax.tree.unflatten(structure, [totals[number] for number in range(len(totals))])
+    return made, dict(buffers, residuals=residuals, deferred=deferred), (loss, told, by_ends, by_layers)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Passes through the layers of one chunk, and the shapes of what goes from one to another."""
+
+    stage: Callable[..., tuple[tuple[Array, Array], PyTree]]
+    """(own layers, microbatch, part, x) -> ((output, what is minimised), told)"""
+    ops: frozenset[Op]
+    apart: WeightsApart | None
+    kept: Kept | None
+    minimised: jax.ShapeDtypeStruct
+    told: PyTree
+    operands: PyTree
+    residuals: PyTree
+
+    @classmethod
+    def of(
+        cls,
+        functions: Functions,
+        own: PyTree,
+        x: Any,
+        microbatch: PyTree,
+        ops: frozenset[Op],
+        keeps_residuals: bool,
+    ) -> "_Chunk":
+        def stage(own: PyTree, microbatch: PyTree, part: Array, x: Array) -> tuple[tuple[Array, Array], PyTree]:
+            y, minimised, told = functions.stage(own, x, microbatch=microbatch, part=part)
+            return (y, minimised), told
+
+        part: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        (_, minimised), told = jax.eval_shape(stage, own, microbatch, part, x)
+        apart, operands = None, {}
+        if Op.B in ops:
+            apart = WeightsApart.of(stage, own, microbatch, part, x, are_weights=functions.are_weights)
+            operands = apart.operands(jax.tree.leaves(own)[0].shape[0])
+        self = cls(stage, ops, apart, None, minimised, told, operands, ())
+        if not keeps_residuals:
+            return self
+        kept = Kept.of(lambda *at: self.vjp(*at)[1], own, microbatch, part, x)
+        return replace(self, kept=kept, residuals=kept.arrays)
+
+    def vjp(self, own: PyTree, microbatch: PyTree, part: Array, x: Array, together: bool = False) -> tuple[Any, ...]:
+        """((output, what is minimised), pull, told)"""
+        if together or self.apart is None:
+            return jax.vjp(lambda own, x: self.stage(own, microbatch, part, x), own, x, has_aux=True)
+        apart = self.apart
+        weights, others = apart.parts(own)
+
+        def function(others: PyTree, operands: PyTree, x: Array) -> tuple[tuple[Array, Array], PyTree]:
+            return self.stage(apart.joined(own, weights, others, operands), microbatch, part, x)
+
+        places = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.operands)
+        return jax.vjp(function, others, places, x, has_aux=True)
+
+    def forward(self, own: PyTree, microbatch: PyTree, part: Array, x: Array) -> tuple[Array, PyTree, PyTree]:
+        """(output, told, what is kept)"""
+        if self.kept is None:
+            (y, _), told = self.stage(own, microbatch, part, x)
+            return y, told, ()
+        (y, _), pull, told = self.vjp(own, microbatch, part, x)
+        return y, told, self.kept.arrays_of(pull)
+
+    def backward(
+        self, own: PyTree, microbatch: PyTree, part: Array, x: Array, dy: Array, kept: PyTree, together: bool
+    ) -> tuple[Array, dict[int, Array], PyTree]:
+        """(gradient by the input; by leaves of the layers; operands of those that are left out)
+
+        together: nothing need be left out. What a forward pass kept is for the one way that it was kept for.
+        """
+        if self.kept is None:
+            pull = self.vjp(own, microbatch, part, x, together)[1]
+        else:
+            pull, together = self.kept.restore(kept, own, microbatch, part, x), False
+        cotangents = dy, jnp.ones(self.minimised.shape, self.minimised.dtype)
+        if together or self.apart is None:
+            by_own, dx = pull(cotangents)
+            return dx, dict(enumerate(jax.tree.leaves(by_own))), None
+        others, operands, dx = pull(cotangents)
+        return dx, others, operands
+
+    def of_weights(self, operands: PyTree | None) -> dict[int, Array]:
+        """Gradients by those of the leaves that `backward` left out."""
+        return {} if operands is None or self.apart is None else self.apart.gradients(operands)
 
 
 def relay(
-    schedule: Schedule, stack: Callable[[PyTree, Array], tuple[Array, PyTree]], layers: PyTree, x: Array
+    schedule: Schedule, run: Callable[[PyTree, Array, Array], tuple[Array, PyTree]], layers: PyTree, x: Array
 ) -> Array:
-    """stack(layers of a chunk, x) from the first part to the last, one stage at work at a time, the others idle: for
-    evaluation and sampling. The result is on all stages; what layers tell is dropped."""
-    layers = _by_chunk(layers, schedule.num_chunks)
+    """run(layers of a chunk, x, part) from the first part to the last, one stage at work at a time, the others idle:
+    for evaluation and sampling. The result is on all stages; what layers tell is dropped."""
+    layers = trees.by_chunk(layers, schedule.num_chunks)
     places = [schedule.locate(part) for part in range(schedule.num_parts)]
 
-    def part(x: Array, place: tuple[Array, Array]) -> tuple[Array, None]:
-        stage, chunk = place
-        y, _ = stack(_at(layers, chunk), x)
+    def through(x: Array, place: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        stage, chunk, part = place
+        y, _ = run(trees.at(layers, chunk), x, part)
         return lax.psum(jnp.where(lax.axis_index(AXIS) == stage, y, jnp.zeros((), y.dtype)), AXIS), None
 
     stages, chunks = (jnp.array(numbers, jnp.int32) for numbers in zip(*places))
-    return lax.scan(part, x, (stages, chunks))[0]
-
-
-def _by_chunk(layers: PyTree, num_chunks: int) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.reshape(num_chunks, -1, *leaf.shape[1:]), layers)
-
-
-def _at(tree: PyTree, index: Any) -> PyTree:
-    """Each leaf's part at an index of its first dim; the only one as it is, uncopied."""
-
-    def at(leaf: Array) -> Array:
-        if leaf.shape[0] == 1:
-            return leaf[0]
-        return lax.dynamic_index_in_dim(leaf, index, keepdims=False)
-
-    return jax.tree.map(at, tree)
-
-
-def _put(buffer: Array, value: Array, index: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(buffer, value, index, 0)
-
-
-def _add(totals: PyTree, addends: PyTree) -> PyTree:
-    return jax.tree.map(lambda total, addend: total + addend.astype(total.dtype), totals, addends)
-
-
-def _add_at(totals: PyTree, addends: PyTree, chunk: Array) -> PyTree:
-    """To the parts at a chunk."""
-    return jax.tree.map(
-        lambda total, addend: _put(total, _at(total, chunk) + addend.astype(total.dtype), chunk), totals, addends
-    )
+    return lax.scan(through, x, (stages, chunks, jnp.arange(len(places), dtype=jnp.int32)))[0]

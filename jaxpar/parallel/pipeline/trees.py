@@ -1,6 +1,6 @@
 """What the loops over ticks do with trees of arrays: read and write slots, add, and choose without copies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.numerics import widened
-from jaxpar.parallel.pipeline.schedule import Op
 
 
 def by_chunk(layers: PyTree, num_chunks: int) -> PyTree:
@@ -39,7 +38,9 @@ def add(totals: PyTree, addends: PyTree) -> PyTree:
 
 
 def add_at(totals: PyTree, addends: PyTree, index: Any) -> PyTree:
-    """To the parts at an index of the first dim."""
+    """To the parts at an index of the first dim; a dict's addends may lack some of its keys."""
+    if isinstance(totals, dict):
+        return {key: add_at(total, addends[key], index) if key in addends else total for key, total in totals.items()}
     return put(totals, add(at(totals, index), addends), index)
 
 
@@ -55,12 +56,6 @@ def when(condition: Array, change: Callable, *operands: PyTree) -> Any:
     over what both are given.
     """
     return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
-
-
-def choose(op: Array, functions: Mapping[Op, Callable], *operands: PyTree) -> Any:
-    """The op's function of the operands, or the first one where it has none."""
-    index = sum((op == each).astype(jnp.int32) * i for i, each in enumerate(functions))
-    return lax.switch(index, list(functions.values()), *operands)
 
 
 def summed_in(totals: PyTree, tree: PyTree) -> PyTree:
