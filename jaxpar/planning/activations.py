@@ -85,8 +85,8 @@ class LayerBytes:
     moe: float
 
 
-def kept_by_all(job: Job, of: Sizes, kept: Kept) -> LayerBytes:
-    """With remat none."""
+def kept_by_all(job: Job, of: Sizes, kept: Kept, remakes_elementwise: bool = False) -> LayerBytes:
+    """With remat none; see conventions.Convention."""
     short = job.compute_bytes
     attention = short * (2 * of.queries_seen + 2 * of.keys_seen) + 4 * of.floats
     wide = max(short, 4)
@@ -98,9 +98,10 @@ def kept_by_all(job: Job, of: Sizes, kept: Kept) -> LayerBytes:
     else:
         # Products whose operands are 8-bit floats keep those: their inputs, of one byte.
         input_bytes = 1 if job.precision in ("float8", "float4") else short
-        streams = 2 * short * of.stream + 2 * input_bytes * of.stream
+        outputs = 0 if remakes_elementwise else input_bytes
+        streams = 2 * (short + outputs) * of.stream
         attention += input_bytes * of.query if input_bytes < short else 0
-        mlp_tensors = input_bytes + (2 if job.model.mlp == "swiglu" else 1) * short
+        mlp_tensors = outputs + (2 if job.model.mlp == "swiglu" else 1) * short
     if kept == "scores":
         attention += 5 * of.scores
     mlp = mlp_tensors * of.mlp

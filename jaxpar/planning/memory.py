@@ -80,7 +80,7 @@ def memory(job: Job, convention: Convention = JAXPAR) -> Memory:
     stages = stages_of(job.model.num_layers, job.mesh["pipe"], job.chunks, _placement(job.pipeline))
     if convention.is_one_program:
         stages, held = (max(stages, key=lambda stage: stage.layers),) * len(stages), [max(held)] * len(stages)
-    return Memory(tuple(map(footprint.stage, stages, held)), memory_limit(job, convention))
+    return Memory(tuple(map(footprint.stage, stages, map(float, held))), memory_limit(job, convention))
 
 
 def _placement(kind: str) -> Placement:
@@ -130,7 +130,7 @@ class Footprint:
         self._layer = self._shares.layers(1 - self._moe_share, self._moe_share)
         of = sizes(job)
         kept = "fused" if job.remat == SELECTIVE and convention.kept == "scores" else convention.kept
-        self._all = self._mixed(kept_by_all(job, of, kept))
+        self._all = self._mixed(kept_by_all(job, of, kept, convention.remakes_elementwise))
         self._input = job.compute_bytes * of.stream
         names = convention.selective if job.remat == SELECTIVE else None
         self._remat = Remat(saves=names) if names else job.remat_policy
