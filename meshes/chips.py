@@ -1,40 +1,16 @@
-"""Chips: what one JAX device can do at most, published where it is known and measured where it is not.
+"""Chips: what one JAX device can do at most, as published.
 
-Figures are dense (no structured sparsity) and per JAX device, which is a whole chip except where two
-devices share one: a GCD of an MI250X, a TensorCore of a TPU7x. `float32` is the rate of jax's default
-matmul precision: TF32 on NVIDIA since Ampere and bfloat16 on TPU (jax.lax.Precision), true float32 on AMD
-(XLA asks hipBLASLt for F32). Memory is the vendor's gigabytes read as 1e9 bytes, a little less than what
-the device then reports.
+Figures are dense (no structured sparsity) and per JAX device, which is a whole chip except where two devices share one:
+a GCD of an MI250X, a TensorCore of a TPU7x (`devices_per_chip`). `float32` is the rate of jax's default matmul
+precision: TF32 on NVIDIA since Ampere and bfloat16 on TPU (jax.lax.Precision), true float32 on AMD (XLA asks hipBLASLt
+for F32); what data sheets call FP32 is `vector_flops`. Memory is the vendor's gigabytes read as 1e9 bytes, a little
+less than what the device then reports. Bandwidths of links are one way: half of what NVIDIA prints.
 """
 
 import difflib
 import functools
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
-
-DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "int8")
-"""What a matmul's inputs may be; float8 is either format, since both run at one rate."""
-
-
-@dataclass(frozen=True)
-class Chip:
-    """One kind of accelerator; all figures per JAX device."""
-
-    name: str
-    device_kinds: tuple[str, ...]
-    """Lower-case parts of `jax.Device.device_kind`."""
-    peak_flops: Mapping[str, float] = field(hash=False)
-    """Dense FLOP/s of a matmul, by dtype of DTYPES; what is not published is not there."""
-    memory_bytes: int
-    memory_bandwidth: float
-    """Bytes/s."""
-    source: str
+from meshes.spec import Chip, Link
 
 
 def _rates(**tera: float) -> dict[str, float]:
@@ -42,41 +18,139 @@ def _rates(**tera: float) -> dict[str, float]:
     return {dtype: rate * 1e12 for dtype, rate in tera.items()}
 
 
+def _links(name: str, count: int, gigabytes: float, total: float | None = None) -> Link:
+    """From GB/s of one link, one way; the total is theirs if none is published."""
+    return Link(name, gigabytes * 1e9, count, (count * gigabytes if total is None else total) * 1e9)
+
+
 G = 10**9
+KEPLER = _rates(float32=4.29)
+PASCAL = _rates(float16=21.2, float32=10.6)
 VOLTA = _rates(float16=125, float32=15.7)
 AMPERE = _rates(bfloat16=312, float16=312, float32=156, int8=624)
 HOPPER_SXM = _rates(bfloat16=989.4, float16=989.4, float32=494.7, float8=1978.9, int8=1978.9)
 HOPPER_PCIE = _rates(bfloat16=756, float16=756, float32=378, float8=1513, int8=1513)
 HOPPER_NVL = _rates(bfloat16=835.5, float16=835.5, float32=417.5, float8=1670.5, int8=1670.5)
-B200 = _rates(bfloat16=2250, float16=2250, float32=1125, float8=4500, int8=4500)
-GB200 = _rates(bfloat16=2500, float16=2500, float32=1250, float8=5000, int8=5000)
+HOPPER_H20 = _rates(bfloat16=148, float16=148, float32=74, float8=296, int8=296)
+B200 = _rates(bfloat16=2250, float16=2250, float32=1125, float8=4500, int8=4500, float4=9000)
+GB200 = _rates(bfloat16=2500, float16=2500, float32=1250, float8=5000, int8=5000, float4=10000)
+B300 = _rates(bfloat16=2250, float16=2250, float32=1125, float8=4500, float4=13500)
+GB300 = _rates(bfloat16=2500, float16=2500, float32=1250, float8=5000, float4=15000)
 CDNA2_GCD = _rates(bfloat16=191.5, float16=191.5, float32=47.85, int8=191.5)
 CDNA3 = _rates(bfloat16=1307.4, float16=1307.4, float32=163.4, float8=2614.9, int8=2614.9)
-CDNA4 = _rates(bfloat16=2516.6, float16=2516.6, float32=157.3, float8=5033.2, int8=5033.2)
+CDNA4 = _rates(bfloat16=2516.6, float16=2516.6, float32=157.3, float8=5033.2, int8=5033.2, float4=10066.3)
+CDNA4_AIR = _rates(bfloat16=2309.6, float16=2309.6, float32=144.2, float8=4614, int8=4614, float4=9227)
+
+PCIE3 = _links("PCIe 3.0 x16", 1, 15.75)
+PCIE5 = _links("PCIe 5.0 x16", 1, 63)
+NVLINK1 = _links("NVLink 1", 4, 20)
+NVLINK2 = _links("NVLink 2", 6, 25)
+NVLINK3 = _links("NVLink 3", 12, 25)
+NVLINK3_A800 = _links("NVLink 3", 8, 25)
+NVLINK4 = _links("NVLink 4", 18, 25)
+NVLINK4_H800 = _links("NVLink 4", 8, 25)
+NVLINK4_BRIDGE = _links("NVLink 4 bridge of two", 12, 25)
+NVLINK5 = _links("NVLink 5", 18, 50)
+XGMI_GCD = _links("Infinity Fabric", 7, 25)
+XGMI3 = _links("Infinity Fabric", 7, 64)
+XGMI4 = _links("Infinity Fabric", 7, 76.8)
+
+EDR = 6.25e9  # 4 x 100 Gb/s for 8 GPUs
+HDR = 25e9
+NDR = 50e9
+XDR = 100e9
+
+_ampere = functools.partial(Chip, link=NVLINK3, network=HDR, vector_flops=19.5e12)
+_hopper = functools.partial(Chip, link=NVLINK4, network=NDR, vector_flops=66.9e12)
+_blackwell = functools.partial(Chip, link=NVLINK5, network=NDR, vector_flops=80e12)
+_ultra = functools.partial(Chip, link=NVLINK5, network=XDR, vector_flops=80e12)
+_CLOUD = "Google Cloud documentation"
+_BOOK = "How to Scale Your Model"
 
 CHIPS = (
-    Chip("V100", ("v100-sxm2-16gb",), VOLTA, 16 * G, 900e9, "NVIDIA V100 datasheet, SXM2"),
-    Chip("V100-32GB", ("v100-sxm2-32gb",), VOLTA, 32 * G, 900e9, "NVIDIA V100 datasheet, SXM2"),
-    Chip("A100-40GB", ("a100-sxm4-40gb", "a100-pcie-40gb"), AMPERE, 40 * G, 1555e9, "NVIDIA A100 datasheet"),
-    Chip("A100-80GB", ("a100-sxm4-80gb",), AMPERE, 80 * G, 2039e9, "NVIDIA A100 datasheet, SXM"),
-    Chip("A100-80GB-PCIe", ("a100 80gb pcie",), AMPERE, 80 * G, 1935e9, "NVIDIA A100 datasheet, PCIe"),
+    Chip("K40", ("tesla k40",), KEPLER, 12 * G, 288e9, "NVIDIA K40 board specification, base clock", PCIE3, EDR),
     Chip(
+        "P100",
+        ("p100-sxm2",),
+        PASCAL,
+        16 * G,
+        732e9,
+        "NVIDIA P100 datasheet, SXM2; network: DGX-1",
+        NVLINK1,
+        EDR,
+        vector_flops=10.6e12,
+    ),
+    *(
+        Chip(
+            name,
+            (f"v100-sxm2-{gigabytes}gb",),
+            VOLTA,
+            gigabytes * G,
+            900e9,
+            "NVIDIA V100 datasheet, SXM2; network: DGX-1",
+            NVLINK2,
+            EDR,
+            vector_flops=15.7e12,
+        )
+        for name, gigabytes in (("V100", 16), ("V100-32GB", 32))
+    ),
+    _ampere(
+        "A100-40GB",
+        ("a100-sxm4-40gb", "a100-pcie-40gb"),
+        AMPERE,
+        40 * G,
+        1555e9,
+        "NVIDIA A100 datasheet; network: DGX A100",
+    ),
+    _ampere("A100-80GB", ("a100-sxm4-80gb",), AMPERE, 80 * G, 2039e9, "NVIDIA A100 datasheet, SXM"),
+    _ampere("A100-80GB-PCIe", ("a100 80gb pcie",), AMPERE, 80 * G, 1935e9, "NVIDIA A100 datasheet, PCIe"),
+    Chip("A800", ("a800-sxm4-80gb",), AMPERE, 80 * G, 2039e9, "NVIDIA A800 datasheet", NVLINK3_A800, HDR, 8, 19.5e12),
+    _hopper(
         "H100-SXM",
         ("nvidia h100 80gb hbm3",),
         HOPPER_SXM,
         80 * G,
-        3.35e12,
-        "NVIDIA H100 architecture whitepaper, SXM5; bandwidth: datasheet",
-    ),
-    Chip("H100-PCIe", ("nvidia h100 pcie",), HOPPER_PCIE, 80 * G, 2.0e12, "NVIDIA H100 architecture whitepaper, PCIe"),
-    Chip(
-        "H100-NVL", ("nvidia h100 nvl",), HOPPER_NVL, 94 * G, 3.9e12, "NVIDIA H100 datasheet, NVL, halved from sparse"
-    ),
-    Chip("H200", ("nvidia h200",), HOPPER_SXM, 141 * G, 4.8e12, "NVIDIA H200 datasheet; rates: as H100 SXM5"),
-    Chip(
-        "H200-NVL", ("nvidia h200 nvl",), HOPPER_NVL, 141 * G, 4.8e12, "NVIDIA H200 datasheet, NVL, halved from sparse"
+        3.352e12,
+        "NVIDIA H100 architecture whitepaper, SXM5; bandwidth: 5 stacks of 1,024 bits at 5.24 Gb/s; network: DGX H100",
     ),
     Chip(
+        "H100-PCIe",
+        ("nvidia h100 pcie",),
+        HOPPER_PCIE,
+        80 * G,
+        2.0e12,
+        "NVIDIA H100 architecture whitepaper, PCIe",
+        NVLINK4_BRIDGE,
+        NDR,
+        vector_flops=51.2e12,
+    ),
+    Chip(
+        "H100-NVL",
+        ("nvidia h100 nvl",),
+        HOPPER_NVL,
+        94 * G,
+        3.9e12,
+        "NVIDIA H100 datasheet, NVL, halved from sparse",
+        NVLINK4_BRIDGE,
+        NDR,
+        vector_flops=60e12,
+    ),
+    Chip("H800", ("nvidia h800",), HOPPER_SXM, 80 * G, 3.352e12, "DeepSeek-V3, section 3.1", NVLINK4_H800, NDR),
+    Chip("H20", ("nvidia h20",), HOPPER_H20, 96 * G, 4.0e12, "NVIDIA H20 datasheet", NVLINK4, NDR, 8, 44e12),
+    _hopper("H200", ("nvidia h200",), HOPPER_SXM, 141 * G, 4.8e12, "NVIDIA H200 datasheet; rates: as H100 SXM5"),
+    Chip(
+        "H200-NVL",
+        ("nvidia h200 nvl",),
+        HOPPER_NVL,
+        141 * G,
+        4.8e12,
+        "NVIDIA H200 datasheet, NVL, halved from sparse",
+        NVLINK4,
+        NDR,
+        vector_flops=60e12,
+    ),
+    Chip("GH200", (), HOPPER_SXM, 96 * G, 4.0e12, "NVIDIA GH200 datasheet, HBM3", NVLINK4, NDR, 1, 66.9e12),
+    _blackwell(
         "B200",
         ("nvidia b200",),
         B200,
@@ -84,13 +158,31 @@ CHIPS = (
         8.0e12,
         "NVIDIA HGX B200 and DGX B200 datasheets, one of 8 GPUs, halved from sparse",
     ),
-    Chip(
+    _blackwell(
         "GB200",
         ("nvidia gb200",),
         GB200,
         186 * G,
         8.0e12,
         "NVIDIA GB200 NVL72 datasheet, one of 72 GPUs, halved from sparse",
+        devices_per_server=72,
+    ),
+    _ultra(
+        "B300",
+        ("nvidia b300",),
+        B300,
+        288 * G,
+        8.0e12,
+        "NVIDIA HGX B300 and DGX B300 datasheets, one of 8 GPUs, halved from sparse; float4: dense as printed",
+    ),
+    _ultra(
+        "GB300",
+        ("nvidia gb300",),
+        GB300,
+        288 * G,
+        8.0e12,
+        "NVIDIA GB300 NVL72 datasheet, one of 72 GPUs, halved from sparse; float4: dense as printed",
+        devices_per_server=72,
     ),
     Chip(
         "MI250X",
@@ -98,18 +190,111 @@ CHIPS = (
         CDNA2_GCD,
         64 * G,
         1.638e12,
-        "AMD Instinct MI250X datasheet, matrix rates; half of it, for one GCD",
+        "AMD Instinct MI250X datasheet, matrix rates; half of it, for one GCD; network: Frontier",
+        XGMI_GCD,
+        12.5e9,
+        vector_flops=23.95e12,
+        devices_per_chip=2,
     ),
-    Chip("MI300X", ("mi300x",), CDNA3, 192 * G, 5.3e12, "AMD Instinct MI300X datasheet, matrix rates"),
-    Chip("MI325X", ("mi325x",), CDNA3, 256 * G, 6.0e12, "AMD Instinct MI325X datasheet, matrix rates"),
-    Chip("MI355X", ("mi355x",), CDNA4, 288 * G, 8.0e12, "AMD Instinct MI355X datasheet, matrix rates"),
+    Chip(
+        "MI300X",
+        ("mi300x",),
+        CDNA3,
+        192 * G,
+        5.3e12,
+        "AMD Instinct MI300X datasheet, matrix rates",
+        XGMI3,
+        NDR,
+        vector_flops=163.4e12,
+    ),
+    Chip(
+        "MI325X",
+        ("mi325x",),
+        CDNA3,
+        256 * G,
+        6.0e12,
+        "AMD Instinct MI325X datasheet, matrix rates",
+        XGMI3,
+        NDR,
+        vector_flops=163.4e12,
+    ),
+    Chip(
+        "MI350X",
+        ("mi350x",),
+        CDNA4_AIR,
+        288 * G,
+        8.0e12,
+        "AMD Instinct MI350X datasheet, matrix rates",
+        XGMI4,
+        NDR,
+        vector_flops=144.2e12,
+    ),
+    Chip(
+        "MI355X",
+        ("mi355x",),
+        CDNA4,
+        288 * G,
+        8.0e12,
+        "AMD Instinct MI355X datasheet, matrix rates",
+        XGMI4,
+        NDR,
+        vector_flops=157.3e12,
+    ),
+    Chip(
+        "Gaudi2",
+        (),
+        _rates(bfloat16=432, float8=865),
+        96 * G,
+        2.46e12,
+        "Intel Gaudi 2 whitepaper",
+        _links("RoCE 100 GbE", 21, 12.5),
+        37.5e9,
+    ),
+    Chip(
+        "Gaudi3",
+        (),
+        _rates(bfloat16=1835, float8=1835),
+        128 * G,
+        3.7e12,
+        "Intel Gaudi 3 whitepaper",
+        _links("RoCE 200 GbE", 21, 25),
+        75e9,
+    ),
+    Chip(
+        "TPU-v2",
+        ("tpu v2",),
+        _rates(bfloat16=22.5, float32=22.5),
+        8 * G,
+        350e9,
+        f"{_CLOUD}, TPU v2; links: Jouppi et al., 2020; half of it, for one core",
+        _links("ICI", 4, 31, 124),
+        1.6e9,
+        devices_per_chip=2,
+        torus=(16, 16),
+    ),
+    Chip(
+        "TPU-v3",
+        ("tpu v3",),
+        _rates(bfloat16=61.5, float32=61.5),
+        16 * G,
+        450e9,
+        f"{_CLOUD}, TPU v3; links: {_BOOK}; half of it, for one core",
+        _links("ICI", 4, 50),
+        1.6e9,
+        devices_per_chip=2,
+        torus=(32, 32),
+    ),
     Chip(
         "TPU-v4",
         ("tpu v4",),
         _rates(bfloat16=275, float32=275, int8=275),
         32 * G,
         1.2e12,
-        "Google Cloud documentation, TPU v4",
+        f"{_CLOUD}, TPU v4; links and network: {_BOOK}",
+        _links("ICI", 6, 45, 300),
+        6.25e9,
+        devices_per_server=4,
+        torus=(16, 16, 16),
     ),
     Chip(
         "TPU-v4i",
@@ -118,6 +303,10 @@ CHIPS = (
         8 * G,
         614e9,
         "Jouppi et al., Ten Lessons From Three Generations Shaped Google's TPUv4i, 2021",
+        _links("ICI", 2, 50),
+        3.125e9,
+        devices_per_server=4,
+        torus=(2, 2),
     ),
     Chip(
         "TPU-v5e",
@@ -125,7 +314,10 @@ CHIPS = (
         _rates(bfloat16=197, float32=197, int8=394),
         16 * G,
         819e9,
-        "Google Cloud documentation, TPU v5e; int8: How to Scale Your Model",
+        f"{_CLOUD}, TPU v5e; int8, links and network: {_BOOK}",
+        _links("ICI", 4, 45, 200),
+        3.125e9,
+        torus=(16, 16),
     ),
     Chip(
         "TPU-v5p",
@@ -133,7 +325,11 @@ CHIPS = (
         _rates(bfloat16=459, float32=459, float8=459, int8=918),
         95 * G,
         2.765e12,
-        "Google Cloud documentation, TPU v5p; int8: How to Scale Your Model",
+        f"{_CLOUD}, TPU v5p; int8, links and network: {_BOOK}",
+        _links("ICI", 6, 90, 600),
+        6.25e9,
+        devices_per_server=4,
+        torus=(16, 20, 28),
     ),
     Chip(
         "TPU-v6e",
@@ -141,7 +337,10 @@ CHIPS = (
         _rates(bfloat16=918, float32=918, float8=918, int8=1836),
         32 * G,
         1.64e12,
-        "Google Cloud documentation, TPU v6e",
+        f"{_CLOUD}, TPU v6e; links and network: {_BOOK}",
+        _links("ICI", 4, 90, 400),
+        12.5e9,
+        torus=(16, 16),
     ),
     Chip(
         "TPU7x",
@@ -149,9 +348,69 @@ CHIPS = (
         _rates(bfloat16=1153.5, float32=1153.5, float8=2307),
         96 * G,
         3.69e12,
-        "Google Cloud documentation, TPU7x; half of it, for one TensorCore",
+        f"{_CLOUD}, TPU7x; half of it, for one TensorCore",
+        _links("ICI", 6, 45, 300),
+        6.25e9,
+        devices_per_chip=2,
+        torus=(16, 24, 24),
+    ),
+    Chip(
+        "Trainium1",
+        (),
+        _rates(bfloat16=190, float16=190, float8=190, int8=380, float32=47.5),
+        32 * 2**30,
+        820e9,
+        "AWS Neuron documentation, Trainium",
+        Link("NeuronLink 2", 48e9, 4, 192e9),
+        6.25e9,
+        devices_per_server=16,
+        vector_flops=47.5e12,
+        torus=(4, 4),
+    ),
+    Chip(
+        "Trainium2",
+        (),
+        _rates(bfloat16=667, float16=667, float8=1299, float32=181),
+        96 * 2**30,
+        2.9e12,
+        "AWS Neuron documentation, Trainium2 and its UltraServer",
+        Link("NeuronLink 3", 160e9, 4, 640e9),
+        25e9,
+        devices_per_server=16,
+        vector_flops=181e12,
+        torus=(4, 4, 4),
+    ),
+    Chip(
+        "Trainium3",
+        (),
+        _rates(bfloat16=671, float16=671, float8=2517, float32=183),
+        144 * 2**30,
+        4.9e12,
+        "AWS Neuron documentation, Trainium3",
+        Link("NeuronLink 4", 320e9, 4, 1280e9),
+        25e9,
+        devices_per_server=16,
+        vector_flops=183e12,
     ),
 )
+
+_OTHER_NAMES = {
+    "A100": "A100-80GB",
+    "H100": "H100-SXM",
+    "P100-SXM2": "P100",
+    "V100-SXM2": "V100",
+    "Trainium": "Trainium1",
+    "v2": "TPU-v2",
+    "v3": "TPU-v3",
+    "v4": "TPU-v4",
+    "v4p": "TPU-v4",
+    "v5e": "TPU-v5e",
+    "v5p": "TPU-v5p",
+    "v6e": "TPU-v6e",
+    "v7x": "TPU7x",
+    "Trillium": "TPU-v6e",
+    "Ironwood": "TPU7x",
+}
 
 
 def find_chip(device_kind: str) -> Chip | None:
@@ -164,92 +423,19 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def chip(name: str) -> Chip:
-    """The chip of a name such as "H100-SXM", in upper or lower case.
+    """The chip of a name such as "H100-SXM" or, for the usual kind, "H100"; in upper or lower case.
 
     Raises:
       ValueError: no such chip; names the nearest, and all that there are.
     """
     by_name = {known.name.lower(): known for known in CHIPS}
-    if name.lower() not in by_name:
-        longer = [full for full in by_name if full.startswith(name.lower())]
-        close = (longer or difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.0))[0]
+    by_name |= {other.lower(): by_name[full.lower()] for other, full in _OTHER_NAMES.items()}
+    key = name.lower()
+    if key not in by_name:
+        longer = [full for full in by_name if full.startswith(key)]
+        close = (longer or difflib.get_close_matches(key, by_name, n=1, cutoff=0.0))[0]
         raise ValueError(
             f"no chip is called '{name}': did you mean '{by_name[close].name}'? "
             f"The chips are {', '.join(known.name for known in CHIPS)}"
         )
-    return by_name[name.lower()]
-
-
-@dataclass(frozen=True)
-class PeakFlops:
-    """What an MFU is a fraction of."""
-
-    per_device: float
-    """FLOP/s."""
-    label: str
-    """What it is and where it comes from, for people."""
-
-
-def peak_flops(devices: Sequence[jax.Device], dtype: str) -> PeakFlops:
-    """The most FLOP/s that each of these devices can reach in matmuls.
-
-    The table's figure for a chip that has one. Else the first device of this process is timed, for a second,
-    once per process. Emulated CPU devices share the cores, so that of `devices` each gets an equal part.
-
-    Args:
-      devices: all of one kind, such as a mesh's. Compile-only ones will do if the table has them.
-      dtype: of the matmuls' inputs, one of DTYPES.
-
-    Raises:
-      ValueError: an unknown dtype, or a chip that is neither in the table nor here to be measured.
-    """
-    if dtype not in DTYPES:
-        close = difflib.get_close_matches(dtype, DTYPES, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"no peak is known for dtype '{dtype}': did you mean '{close}'? The dtypes are {', '.join(DTYPES)}"
-        )
-    first = devices[0]
-    known = find_chip(first.device_kind)
-    if known is not None and dtype in known.peak_flops:
-        published = known.peak_flops[dtype]
-        return PeakFlops(published, f"{known.name} {dtype} peak {_text(published)}")
-    attached = first.client.local_devices()
-    local = [device for device in devices if device in attached]
-    if not local:
-        raise ValueError(
-            f"meshes/chips.py has no {dtype} peak for '{first.device_kind}', and no such device "
-            "is attached to measure one: add the figure there or choose another dtype"
-        )
-    measured = _measured_flops(local[0], dtype)
-    if first.platform != "cpu":
-        return PeakFlops(measured, f"{first.device_kind}, measured: {_text(measured)} {dtype}")
-    sharing = f" over {len(local)} emulated devices" if len(local) > 1 else ""
-    return PeakFlops(measured / len(local), f"CPU, measured: {_text(measured)} {dtype}{sharing}")
-
-
-def _text(flops: float) -> str:
-    return f"{flops / 1e12:.1f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.1f} GFLOP/s"
-
-
-@functools.cache
-def _measured_flops(device: jax.Device, dtype: str) -> float:
-    """FLOP/s of the fastest matmul in about a second's worth of them, on one device while the others rest."""
-    input_dtype = jnp.dtype("float8_e4m3fn" if dtype == "float8" else dtype)
-    output_dtype = jnp.int32 if dtype == "int8" else None
-    matmul = jax.jit(functools.partial(jnp.matmul, preferred_element_type=output_dtype))
-    end = time.perf_counter() + 1.0
-    best, took, size = 0.0, 0.0, 128
-    # Whatever mesh is current, arguments must lie on all of it: this device becomes a mesh of its own.
-    # Without x64 a float64 argument would turn into float32 in silence.
-    with jax.set_mesh(Mesh(np.array([device]), ("device",))), jax.enable_x64(True):
-        while time.perf_counter() + took < end:
-            # Twice the size takes eight times as long: once to compile, and three times to measure.
-            if size < 16_384 and time.perf_counter() + 4 * 8 * took < end:
-                size *= 2
-                x = jax.device_put(np.ones((size, size), input_dtype), device)
-                matmul(x, x).block_until_ready()
-            start = time.perf_counter()
-            matmul(x, x).block_until_ready()
-            took = time.perf_counter() - start
-            best = max(best, 2 * size**3 / took)
-    return best
+    return by_name[key]

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import topologies
 
 from meshes import CHIPS, build_mesh, chip, find_chip, peak_flops
-from meshes.chips import DTYPES
+from meshes.spec import DTYPES
 
 GPU_TARGETS = Path(__file__).parent.parent / "meshes" / "gpu_targets"
 
