@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from jaxpar import toml
-from meshes.chips import Chip
+from meshes.spec import Chip
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,15 @@ class ChipCalibration:
     matmul: Mapping[str, float] = field(hash=False)
     """By dtype: of the peak, in a matrix product so large that memory does not count."""
     attention: float
-    """Of the bfloat16 peak, in flash attention over long sequences with heads of 128."""
+    """Of the bfloat16 peak, in FlashAttention-2 (or what the chip has instead) over long sequences."""
     memory: float
     """Of the memory's bandwidth, in passes over activations and in a product's operands."""
     network: float
     """Of the links' bandwidth, in collectives."""
     overlap: float
     """Of the traffic that has compute beside it, the part that costs no time."""
+    jitter: float
+    """Of a step, what each doubling of the servers (or TPU slices) that wait for each other adds."""
     fitted_on: str
 
 
@@ -41,6 +43,8 @@ class FrameworkCalibration:
     """Time of all compute, in units of what the chip's calibration gives: the one fitted constant."""
     fused: bool
     """Element-wise operations are compiled into few passes over memory, not one kernel each."""
+    attention: str
+    """Its kernel, of kernel_time.ATTENTION_KERNELS, or kernel_time.UNFUSED."""
     overlaps: tuple[str, ...]
     """Mesh axes whose traffic runs beside compute."""
     fitted_on: str

@@ -1,7 +1,8 @@
 """Seconds of one microbatch's kernels on one device: a roofline over the shapes of a layer's products and passes.
 
     product [m, k] x [k, n]   2 m n k / (peak x matmul)  +  bytes of its operands and result / (bandwidth x memory)
-    attention                 FLOPs that a causal mask leaves / (peak x attention x heads), backward 2.5 times forward
+    attention                 FLOPs that a causal mask leaves / (peak x attention x its kernel's speed), backward 2.5
+                              times forward; or, unfused, both products whole and passes over the scores
     the rest                  bytes read and written / (bandwidth x memory)
 
 The sum of the two terms, where a roofline has their maximum, is what makes a product's efficiency grow with each of its
@@ -28,8 +29,15 @@ _LOGIT_BYTES = {False: 24.0, True: 8.0}
 # Routed tokens are put in order of their experts and back.
 _ROUTING_PASSES = (4.0, 4.0)
 _BACKWARD_ATTENTION = 2.5
-_HALF_HEAD = 64
 _TILE = 128
+"""Tokens of a tile on the diagonal, half of which the mask hides."""
+ATTENTION_KERNELS = {"flash-1": 0.5, "flash-2": 1.0, "flash-3": 1.75, "splash": 1.0}
+"""Speed beside FlashAttention-2: twice its first version's (arXiv 2307.08691); the third, and cuDNN's, are 1.5 to 2 times
+as fast on Hopper (arXiv 2407.08608)."""
+UNFUSED = "unfused"
+"""Two products and a fused scale, mask and softmax between them, as before flash attention."""
+_SCORE_PASSES = (6.0, 8.0)
+"""Of the scores, 2 bytes each: out of a product and into one, softmax, dropout; backward their gradients too."""
 _BYTES = {"float8": 1.0, "int8": 1.0, "float4": 0.5}
 
 
@@ -106,11 +114,7 @@ def layer_seconds(job: Job, calibration: Calibration, speeds: _Rates) -> tuple[L
     attention_matmuls = product(speeds, tokens, embed, (heads + 2 * kv_heads) * model.head_dim)
     attention_matmuls += product(speeds, tokens, heads * model.head_dim, embed)
 
-    flops = tokens * attention_flops_per_token(model, job.seq_len, causal=True) / model.num_layers / tensor
-    share = 1.5 * model.head_dim / (model.head_dim + _HALF_HEAD) / (1 + _TILE / job.seq_len)
-    forward = flops / (speeds.attention * share)
-    attention = Seconds(forward, _BACKWARD_ATTENTION * forward)
-
+    attention = _attention_seconds(job, calibration, speeds)
     stream = tokens * embed / (tensor if job.sequence_parallel else 1)
     passes = Seconds(*_STREAM_PASSES[fused]) * stream
 
@@ -136,6 +140,19 @@ def layer_seconds(job: Job, calibration: Calibration, speeds: _Rates) -> tuple[L
         matmuls += mlp(tokens, model.num_shared_experts * width)
         activations += per_width * (tokens * model.num_shared_experts * width)
     return dense, layer(matmuls, activations)
+
+
+def _attention_seconds(job: Job, calibration: Calibration, speeds: _Rates) -> Seconds:
+    """Of one layer."""
+    model, tokens = job.model, job.microbatch_tokens / job.mesh["tensor"]
+    kernel = calibration.framework.attention
+    if kernel == UNFUSED:
+        forward = tokens * attention_flops_per_token(model, job.seq_len, causal=False) / model.num_layers
+        scores = 2 * tokens * job.seq_len * model.num_heads / speeds.memory
+        return Seconds(forward, 2 * forward) * (1 / speeds.matmul_16) + Seconds(*_SCORE_PASSES) * scores
+    flops = tokens * attention_flops_per_token(model, job.seq_len, causal=True) / model.num_layers
+    forward = flops * (1 + _TILE / job.seq_len) / (speeds.attention * ATTENTION_KERNELS[kernel])
+    return Seconds(forward, _BACKWARD_ATTENTION * forward)
 
 
 def head_seconds(job: Job, calibration: Calibration, speeds: _Rates) -> Seconds:

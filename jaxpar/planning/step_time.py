@@ -60,6 +60,8 @@ class StepTime:
     """By axis: traffic beside compute, which is no part of the step."""
     bubble: float
     optimizer: float
+    jitter: float
+    """What waiting for the slowest of many servers costs."""
     step: float
     tokens_per_second_per_device: float
     mfu: float
@@ -115,16 +117,21 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
         for axes, ops in weights.items():
             data = {op: size for op, size in ops.items() if op != "all-reduce"}
             slow += account(axes, share * _seconds(job, calibration, axes, data, 2 * layers), kernels, microbatches)
+    # An interleaved pipeline's chunks are done one after another over its first and last P microbatches.
+    window = kernels * (min(stages, microbatches) if job.chunks > 1 else 1)
     once = 0.0
     for axes, ops in weights.items():
         rest = {op: size for op, size in ops.items() if not per_microbatch or op == "all-reduce"}
-        once += account(axes, share * _seconds(job, calibration, axes, rest, layers), kernels, 1)
+        once += account(axes, share * _seconds(job, calibration, axes, rest, layers), window, 1)
     hop = _hop_seconds(job, calibration)
     slow += account("pipe", hop, kernels, microbatches) if stages > 1 else 0.0
 
     bubble = _bubble(job, slow * (model.num_layers + heads) / ((layers + heads) * stages) if stages > 1 else slow)
     update = _update_seconds(job, calibration)
-    step = microbatches * slow + bubble + once + update
+    ideal = microbatches * slow + bubble + once + update
+    servers = max(1.0, job.num_devices / job.cluster.levels[0].size)
+    jitter = ideal * calibration.chip.jitter * math.log2(servers)
+    step = ideal + jitter
     matmul, forward = matmul_flops_per_token(model), attention_flops_per_token(model, job.seq_len, causal=True)
     recomputed = recomputed_flops_per_token(model, job.seq_len, job.remat_policy)
     rate = job.tokens_per_step / step / job.num_devices
@@ -141,6 +148,7 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
         hidden=dict(hidden),
         bubble=bubble,
         optimizer=update,
+        jitter=jitter,
         step=step,
         tokens_per_second_per_device=rate,
         mfu=rate * 3 * (matmul + forward) / peak,
@@ -220,8 +228,25 @@ def _seconds(job: Job, calibration: Calibration, axes: str, ops: Mapping[str, in
         if op == "collective-permute":
             total += num_bytes / bandwidth + count * hop
             continue
+        if op == "all-to-all":
+            total += num_bytes * _per_byte(job, stride, size) / calibration.chip.network + count * hop
+            continue
         factor = (size - 1) / size * (2 if op == "all-reduce" else 1)
         total += factor * num_bytes / bandwidth + count * hops * hop
+    return total
+
+
+def _per_byte(job: Job, stride: int, size: int) -> float:
+    """Seconds per byte of an all-to-all: what a device sends beyond each unit goes through its own card there."""
+    total, inside = 0.0, 1
+    crossed = job.cluster.level_of(stride, size)
+    for level in job.cluster.levels:
+        reached = size if level is crossed else max(inside, min(size, level.size // stride))
+        bandwidth = job.cluster.bandwidth(stride, reached) if level is job.cluster.levels[0] else level.bandwidth
+        total += (reached - inside) / size / bandwidth
+        inside = reached
+        if level is crossed:
+            break
     return total
 
 
