@@ -68,8 +68,22 @@ class LayerSeconds:
     elementwise: Seconds
 
     @property
-    def all(self) -> Seconds:
-        return self.matmul + self.attention + self.elementwise
+    def total(self) -> float:
+        return self.matmul.total + self.attention.total + self.elementwise.total
+
+    def mixed(self, other: "LayerSeconds", share: float) -> "LayerSeconds":
+        """The mean of layers of which this share is of the other kind."""
+        if not share:
+            return self
+
+        def mean(a: Seconds, b: Seconds) -> Seconds:
+            return a * (1 - share) + b * share
+
+        return LayerSeconds(
+            mean(self.matmul, other.matmul),
+            mean(self.attention, other.attention),
+            mean(self.elementwise, other.elementwise),
+        )
 
 
 @dataclass(frozen=True)

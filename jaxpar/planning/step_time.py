@@ -1,14 +1,14 @@
 """How long a step takes, and where the time goes: kernels, traffic that nothing hides, the pipeline's bubble, the update.
 
-    step      = pipeline + once + update
-    pipeline  = M t + (P - 1) t' / C     M microbatches; t of the slowest stage, t' of a mean one; C chunks
-    t         = kernels + traffic that nothing hides, of one microbatch
+    step      = (M t + (P - 1) t' / C + once + update) (1 + jitter log2(servers))
+    t         = kernels + exposed traffic of one microbatch in the slowest stage; t' in a mean one; C chunks
     exposed   = traffic - overlap x min(traffic, kernels beside it)
 
 A collective moves bytes at its busbw (nccl-tests, doc/PERFORMANCE.md: all-gather, reduce-scatter and all-to-all send
-(n - 1) / n of the whole buffer, an all-reduce twice that) over the level of the hierarchy that the axis crosses, and
+(n - 1) / n of the whole buffer, an all-reduce twice that) over the levels of the hierarchy that its axis crosses, and
 waits the latency of a ring's n - 1 hops, or of a tree's 2 log2(n) where that is less. Weights gathered and gradients
-scattered per microbatch have that microbatch's kernels beside them; those moved once per step have one microbatch's.
+scattered per microbatch have that microbatch's kernels beside them; those moved once per step the first and the last
+microbatch's, or those of the first and last P in an interleaved pipeline, whose chunks are done one after another.
 Source of the bubble: Megatron-LM (arXiv 2104.04473), section 2.2; schedules without a closed form are simulated.
 """
 
@@ -21,26 +21,25 @@ from dataclasses import dataclass
 from jaxpar.parallel.pipeline.kinds import make
 from jaxpar.parallel.pipeline.simulate import Times, simulate
 from jaxpar.planning.calibration import Calibration
-from jaxpar.planning.flops import attention_flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
-from jaxpar.planning.job import Job
-from jaxpar.planning.kernel_time import (
-    LayerSeconds,
-    Seconds,
-    head_seconds,
-    layer_seconds,
-    num_moe_layers,
-    rates,
+from jaxpar.planning.flops import (
+    attention_flops_per_token,
+    head_matmul_flops_per_token,
+    matmul_flops_per_token,
+    recomputed_flops_per_token,
 )
+from jaxpar.planning.job import Job
+from jaxpar.planning.kernel_time import LayerSeconds, Seconds, head_seconds, layer_seconds, num_moe_layers, rates
 from jaxpar.planning.traffic import Traffic, TrafficSettings, activation_traffic, weight_traffic
 from meshes.mesh import MESH_AXES
+from models.config import ModelConfig
 from models.count import num_parameters
 
-_RING_BUBBLES = {"1f1b": 1.0, "gpipe": 1.0, "eager-1f1b": 1.0, "interleaved-1f1b": 1.0, "looped-bfs": 1.0}
+_CLOSED_FORMS = ("1f1b", "gpipe", "eager-1f1b", "interleaved-1f1b", "looped-bfs")
 """Schedules whose bubble is (P - 1) / C microbatches."""
 _UPDATE_BYTES = {"adamw": 30.0, "lion": 22.0, "sgd": 14.0}
 """Read and written per parameter: master copy, moments and gradient in 4 bytes each, the weight in 2."""
 _UPDATE_SECONDS = 5e-3
-"""Of the step's own: the update's launch, the norm of all gradients, the loss's sum and the next batch."""
+"""Once per step: the update's launch, the norm of all gradients, the loss's sum, the next batch."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,12 @@ class StepTime:
     """Seconds of one step, of the slowest device."""
 
     matmul: float
+    """Of the layers' products with weights."""
     attention: float
     elementwise: float
     recompute: float
     head: float
+    """The head's product and the loss."""
     overhead: float
     """What the framework adds to its kernels."""
     exposed: Mapping[str, float]
@@ -61,7 +62,7 @@ class StepTime:
     bubble: float
     optimizer: float
     jitter: float
-    """What waiting for the slowest of many servers costs."""
+    """What many servers wait for the slowest."""
     step: float
     tokens_per_second_per_device: float
     mfu: float
@@ -73,133 +74,161 @@ class StepTime:
         return self.matmul + self.attention + self.elementwise + self.recompute + self.head + self.overhead
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """The slowest stage: what it holds, and the seconds of one microbatch's kernels, the framework's part included."""
+
+    layers: float
+    heads: float
+    layer: LayerSeconds
+    again: float
+    """What a layer's backward pass computes again."""
+    head: Seconds
+    overhead: float
+
+    @property
+    def layer_total(self) -> float:
+        return self.overhead * (self.layer.total + self.again)
+
+    @property
+    def kernels(self) -> float:
+        return self.layers * self.layer_total + self.heads * self.overhead * self.head.total
+
+
+class _Ledger:
+    """Adds up traffic, beside compute and not."""
+
+    def __init__(self, job: Job, calibration: Calibration):
+        self.exposed: dict[str, float] = defaultdict(float)
+        self.hidden: dict[str, float] = defaultdict(float)
+        self._overlap = calibration.chip.overlap
+        # Tokens travel to experts beside the kernels of another chunk, or beside none.
+        alone = {"expert"} if job.chunks == 1 else set()
+        self._axes = set(calibration.framework.overlaps) - alone
+
+    def charge(self, axes: str, seconds: float, beside: float, times: int) -> float:
+        """Traffic of `times` microbatches, each with `beside` seconds of kernels; what is exposed of one."""
+        covered = self._overlap * min(seconds, beside) if axes.split("+", 1)[0] in self._axes else 0.0
+        self.exposed[axes] += times * (seconds - covered)
+        self.hidden[axes] += times * covered
+        return seconds - covered
+
+
 def predict(job: Job, calibration: Calibration) -> StepTime:
     """The time of a step of a job that `Job.check` passes.
 
     Raises:
       ValueError: the chip does not multiply in the job's precision, or the cluster has too few devices.
     """
-    speeds = rates(job, calibration)
-    framework, overlap = calibration.framework, calibration.chip.overlap
-    dense, moe = layer_seconds(job, calibration, speeds)
-    head = head_seconds(job, calibration, speeds)
     model, stages, microbatches = job.model, job.mesh["pipe"], job.num_microbatches
-    num_moe = num_moe_layers(model)
-    layer = _mean(dense, moe, num_moe / model.num_layers)
-    again = _recomputed_share(job) * (layer.matmul.forward + layer.attention.forward)
-    if not job.remat_policy.keeps_all:
-        again += layer.elementwise.forward
-    per_layer = framework.overhead * (layer.all.total + again)
-    layers, heads = _slowest_stage(job, per_layer, framework.overhead * head.total)
-    kernels = layers * per_layer + heads * framework.overhead * head.total
-
-    exposed: dict[str, float] = defaultdict(float)
-    hidden: dict[str, float] = defaultdict(float)
-
-    def account(axes: str, seconds: float, beside: float, times: float) -> float:
-        """Counts traffic of `times` microbatches; what is exposed, of one."""
-        first = axes.split("+", 1)[0]
-        covered = overlap * min(seconds, beside) if first in framework.overlaps else 0.0
-        exposed[axes] += times * (seconds - covered)
-        hidden[axes] += times * covered
-        return seconds - covered
-
-    per_microbatch = job.zero == 3 and (stages == 1 or job.reshard_after_forward)
-    weights, activations = _traffic(job)
-    share = layers / model.num_layers
-    slow = kernels
-    for axes, ops in activations.items():
-        slow += account(axes, share * _seconds(job, calibration, axes, ops, layers), kernels, microbatches)
-    if num_moe:
-        seconds = _expert_seconds(job, calibration) * num_moe * share
-        slow += account("expert", seconds, kernels, microbatches)
-    if per_microbatch:
-        for axes, ops in weights.items():
-            data = {op: size for op, size in ops.items() if op != "all-reduce"}
-            slow += account(axes, share * _seconds(job, calibration, axes, data, 2 * layers), kernels, microbatches)
-    # An interleaved pipeline's chunks are done one after another over its first and last P microbatches.
-    window = kernels * (min(stages, microbatches) if job.chunks > 1 else 1)
-    once = 0.0
-    for axes, ops in weights.items():
-        rest = {op: size for op, size in ops.items() if not per_microbatch or op == "all-reduce"}
-        once += account(axes, share * _seconds(job, calibration, axes, rest, layers), window, 1)
-    hop = _hop_seconds(job, calibration)
-    slow += account("pipe", hop, kernels, microbatches) if stages > 1 else 0.0
-
-    bubble = _bubble(job, slow * (model.num_layers + heads) / ((layers + heads) * stages) if stages > 1 else slow)
+    stage = _slowest_stage(job, calibration)
+    kernels, ledger = stage.kernels, _Ledger(job, calibration)
+    slow = kernels + _per_microbatch(job, calibration, stage, ledger)
+    once = _once(job, calibration, stage, ledger)
+    bubble = 0.0
+    if stages > 1:
+        mean = (model.num_layers + stage.heads) / ((stage.layers + stage.heads) * stages)
+        bubble = mean * slow * _bubble(job.pipeline, stages, microbatches, job.chunks)
     update = _update_seconds(job, calibration)
     ideal = microbatches * slow + bubble + once + update
     servers = max(1.0, job.num_devices / job.cluster.levels[0].size)
     jitter = ideal * calibration.chip.jitter * math.log2(servers)
-    step = ideal + jitter
-    matmul, forward = matmul_flops_per_token(model), attention_flops_per_token(model, job.seq_len, causal=True)
+
+    rate = job.tokens_per_step / (ideal + jitter) / job.num_devices
+    per_token = matmul_flops_per_token(model) + attention_flops_per_token(model, job.seq_len, causal=True)
     recomputed = recomputed_flops_per_token(model, job.seq_len, job.remat_policy)
-    rate = job.tokens_per_step / step / job.num_devices
     peak = job.cluster.chip.peak_flops.get(job.precision, job.cluster.chip.peak_flops["bfloat16"])
-    times = microbatches * layers
+    times = microbatches * stage.layers
     return StepTime(
-        matmul=times * layer.matmul.total,
-        attention=times * layer.attention.total,
-        elementwise=times * layer.elementwise.total,
-        recompute=times * again,
-        head=microbatches * heads * head.total,
-        overhead=microbatches * kernels * (1 - 1 / framework.overhead),
-        exposed=dict(exposed),
-        hidden=dict(hidden),
+        matmul=times * stage.layer.matmul.total,
+        attention=times * stage.layer.attention.total,
+        elementwise=times * stage.layer.elementwise.total,
+        recompute=times * stage.again,
+        head=microbatches * stage.heads * stage.head.total,
+        overhead=microbatches * kernels * (1 - 1 / stage.overhead),
+        exposed=dict(ledger.exposed),
+        hidden=dict(ledger.hidden),
         bubble=bubble,
         optimizer=update,
         jitter=jitter,
-        step=step,
+        step=ideal + jitter,
         tokens_per_second_per_device=rate,
-        mfu=rate * 3 * (matmul + forward) / peak,
-        hfu=rate * (3 * (matmul + forward) + recomputed) / peak,
+        mfu=rate * 3 * per_token / peak,
+        hfu=rate * (3 * per_token + recomputed) / peak,
     )
 
 
-def _mean(dense: LayerSeconds, moe: LayerSeconds, share: float) -> LayerSeconds:
-    if dense is moe or not share:
-        return dense
+def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
+    """Stages of equal depth where the layers divide, the slowest then the head's; else with as many layers fewer beside the
+    head as its time is worth."""
+    speeds, model, stages = rates(job, calibration), job.model, job.mesh["pipe"]
+    dense, experts = layer_seconds(job, calibration, speeds)
+    layer = dense.mixed(experts, num_moe_layers(model) / model.num_layers)
+    again = _recomputed_share(job) * (layer.matmul.forward + layer.attention.forward)
+    if not job.remat_policy.keeps_all:
+        again += layer.elementwise.forward
+    head = head_seconds(job, calibration, speeds)
 
-    def mix(a: Seconds, b: Seconds) -> Seconds:
-        return a * (1 - share) + b * share
+    def stage(layers: float, heads: float) -> _Stage:
+        return _Stage(layers, heads, layer, again, head, calibration.framework.overhead)
 
-    return LayerSeconds(
-        mix(dense.matmul, moe.matmul), mix(dense.attention, moe.attention), mix(dense.elementwise, moe.elementwise)
-    )
+    if stages == 1 or model.num_layers % stages == 0:
+        return stage(model.num_layers / stages, 1)
+    worth = head.total / (layer.total + again)
+    last = max(0, math.floor((model.num_layers + worth) / stages - worth))
+    others = math.ceil((model.num_layers - last) / (stages - 1))
+    return max(stage(last, 1), stage(others, 0), key=lambda each: each.kernels)
 
 
 def _recomputed_share(job: Job) -> float:
     """Of the layers' forward FLOPs."""
-    full = job.model.num_layers * 0.0 + recomputed_flops_per_token(job.model, job.seq_len, job.remat_policy)
-    return full / (
-        matmul_flops_per_token(job.model)
-        - 2.0 * job.model.vocab_size * job.model.embed_dim
-        + attention_flops_per_token(job.model, job.seq_len, causal=False)
-    )
+    model = job.model
+    forward = matmul_flops_per_token(model) - head_matmul_flops_per_token(model)
+    forward += attention_flops_per_token(model, job.seq_len, causal=False)
+    return recomputed_flops_per_token(model, job.seq_len, job.remat_policy) / forward
 
 
-def _slowest_stage(job: Job, layer: float, head: float) -> tuple[float, float]:
-    """(layers, heads) of the stage that takes longest: stages of equal depth where the layers divide, the head's with
-    one more kernel; else as many layers fewer beside the head as its time is worth."""
-    num_layers, stages = job.model.num_layers, job.mesh["pipe"]
-    if stages == 1:
-        return num_layers, 1.0
-    if num_layers % stages == 0:
-        return num_layers / stages, 1.0
-    last = math.floor((num_layers * layer + head) / (stages * layer) - head / layer + 1e-9)
-    others = math.ceil((num_layers - last) / (stages - 1))
-    return (last, 1.0) if last * layer + head >= others * layer else (others, 0.0)
+def _per_microbatch(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger) -> float:
+    """Exposed seconds of one microbatch's traffic: activations, tokens to experts, hops, and weights that are gathered
+    each time."""
+    share, kernels, times = stage.layers / job.model.num_layers, stage.kernels, job.num_microbatches
+    weights, activations = _traffic(job)
+    exposed = 0.0
+    for axes, ops in activations.items():
+        seconds = share * _seconds(job, calibration, axes, ops, job.model.num_layers)
+        exposed += ledger.charge(axes, seconds, kernels, times)
+    if job.mesh["expert"] > 1 and job.model.num_experts:
+        seconds = share * num_moe_layers(job.model) * _expert_seconds(job, calibration)
+        exposed += ledger.charge("expert", seconds, kernels, times)
+    if job.mesh["pipe"] > 1:
+        exposed += ledger.charge("pipe", _hop_seconds(job, calibration), kernels, times)
+    if _gathers_each_time(job):
+        for axes, ops in weights.items():
+            gathers = {op: size for op, size in ops.items() if op != "all-reduce"}
+            seconds = share * _seconds(job, calibration, axes, gathers, 2 * job.model.num_layers)
+            exposed += ledger.charge(axes, seconds, kernels, times)
+    return exposed
 
 
-@functools.lru_cache(maxsize=4096)
-def _cached_traffic(config, mesh: tuple[int, ...], **settings) -> tuple[Traffic, Traffic]:
-    made = TrafficSettings(mesh=dict(zip(MESH_AXES, mesh, strict=True)), num_microbatches=1, **settings)
-    return weight_traffic(config, made), activation_traffic(config, made)
+def _once(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger) -> float:
+    """Exposed seconds of what is moved once per step."""
+    share, rounds = stage.layers / job.model.num_layers, min(job.mesh["pipe"], job.num_microbatches)
+    window = stage.kernels * (rounds if job.chunks > 1 else 1)
+    exposed = 0.0
+    for axes, ops in _traffic(job)[0].items():
+        rest = {op: size for op, size in ops.items() if op == "all-reduce" or not _gathers_each_time(job)}
+        if rest:
+            seconds = share * _seconds(job, calibration, axes, rest, job.model.num_layers)
+            exposed += ledger.charge(axes, seconds, window, 1)
+    return exposed
+
+
+def _gathers_each_time(job: Job) -> bool:
+    return job.zero == 3 and (job.mesh["pipe"] == 1 or job.reshard_after_forward)
 
 
 def _traffic(job: Job) -> tuple[Traffic, Traffic]:
     """Of one microbatch through all layers: what moves weights, what moves activations."""
-    reshard = job.reshard_after_forward and not (job.zero < 3)
     return _cached_traffic(
         job.model,
         tuple(job.mesh[axis] for axis in MESH_AXES),
@@ -208,90 +237,90 @@ def _traffic(job: Job) -> tuple[Traffic, Traffic]:
         compute_bytes=job.compute_bytes,
         reduce_bytes=job.reduce_bytes,
         sequence_parallel=job.sequence_parallel,
-        reshard_after_forward=reshard,
-        remat="none" if job.remat == "selective" else job.remat,
+        reshard_after_forward=job.reshard_after_forward and job.zero == 3,
+        remat="none" if job.remat_policy.keeps_all else job.remat,
         zero=job.zero,
         context=job.context,
     )
 
 
-def _seconds(job: Job, calibration: Calibration, axes: str, ops: Mapping[str, int], count: float) -> float:
-    """Of the collectives of one group of axes; `count` of each operation, for the latency."""
+@functools.lru_cache(maxsize=4096)
+def _cached_traffic(config: ModelConfig, mesh: tuple[int, ...], **settings) -> tuple[Traffic, Traffic]:
+    made = TrafficSettings(mesh=dict(zip(MESH_AXES, mesh, strict=True)), num_microbatches=1, **settings)
+    return weight_traffic(config, made), activation_traffic(config, made)
+
+
+def _place(job: Job, axes: str) -> tuple[int, int]:
+    """(stride, size) of the groups of one or several axes."""
     names = axes.split("+")
-    size = math.prod(job.mesh[axis] for axis in names)
-    stride = math.prod(job.mesh[axis] for axis in MESH_AXES[MESH_AXES.index(names[-1]) + 1 :])
+    inside = MESH_AXES[MESH_AXES.index(names[-1]) + 1 :]
+    return math.prod(job.mesh[axis] for axis in inside), math.prod(job.mesh[axis] for axis in names)
+
+
+def _seconds(job: Job, calibration: Calibration, axes: str, ops: Mapping[str, float], count: float) -> float:
+    """Of the collectives of one group of axes, all of an operation's bytes in `count` equal ones."""
+    stride, size = _place(job, axes)
     bandwidth = job.cluster.bandwidth(stride, size) * calibration.chip.network
     hop = job.cluster.latency(stride, size)
-    hops = min(size - 1, 2 * math.log2(size))
+    latency = count * hop * min(size - 1, 2 * math.log2(size))
     total = 0.0
     for op, num_bytes in ops.items():
         if op == "collective-permute":
             total += num_bytes / bandwidth + count * hop
-            continue
-        if op == "all-to-all":
-            total += num_bytes * _per_byte(job, stride, size) / calibration.chip.network + count * hop
-            continue
-        factor = (size - 1) / size * (2 if op == "all-reduce" else 1)
-        total += factor * num_bytes / bandwidth + count * hops * hop
+        elif op == "all-to-all":
+            total += num_bytes * _all_to_all(job, stride, size) / calibration.chip.network + count * hop
+        else:
+            total += (2 if op == "all-reduce" else 1) * (size - 1) / size * num_bytes / bandwidth + latency
     return total
 
 
-def _per_byte(job: Job, stride: int, size: int) -> float:
-    """Seconds per byte of an all-to-all: what a device sends beyond each unit goes through its own card there."""
-    total, inside = 0.0, 1
-    crossed = job.cluster.level_of(stride, size)
+def _all_to_all(job: Job, stride: int, size: int) -> float:
+    """Seconds per byte: unlike a ring's, each device's bytes for other servers leave through its own network card."""
+    total, inside, crossed = 0.0, 1, job.cluster.level_of(stride, size)
     for level in job.cluster.levels:
         reached = size if level is crossed else max(inside, min(size, level.size // stride))
-        bandwidth = job.cluster.bandwidth(stride, reached) if level is job.cluster.levels[0] else level.bandwidth
+        within = level is job.cluster.levels[0] and reached > 1
+        bandwidth = job.cluster.bandwidth(stride, reached) if within else level.bandwidth
         total += (reached - inside) / size / bandwidth
-        inside = reached
         if level is crossed:
             break
+        inside = reached
     return total
 
 
 def _expert_seconds(job: Job, calibration: Calibration) -> float:
     """Tokens to their experts and back, forward and backward, in one layer of one microbatch."""
-    tensor = job.mesh["tensor"] if job.sequence_parallel else 1
-    routed = job.microbatch_tokens / tensor * job.model.num_experts_per_token
+    part = job.mesh["tensor"] if job.sequence_parallel else 1
+    routed = job.microbatch_tokens / part * job.model.num_experts_per_token
     num_bytes = 4 * routed * job.model.embed_dim * job.compute_bytes
-    if job.mesh["expert"] == 1:
-        return 0.0
-    return _seconds(job, calibration, "expert", {"all-to-all": int(num_bytes)}, 4)
+    return _seconds(job, calibration, "expert", {"all-to-all": num_bytes}, 4)
 
 
 def _hop_seconds(job: Job, calibration: Calibration) -> float:
-    """Activations in and gradients out of a stage's chunks, of one microbatch."""
-    if job.mesh["pipe"] == 1:
-        return 0.0
+    """Activations into a stage's chunks and gradients out of them, of one microbatch."""
     part = job.mesh["tensor"] if job.sequence_parallel else 1
-    num_bytes = job.microbatch_tokens // part * job.model.embed_dim * job.compute_bytes
+    num_bytes = job.microbatch_tokens / part * job.model.embed_dim * job.compute_bytes
     hops = 2 * job.chunks
     return _seconds(job, calibration, "pipe", {"collective-permute": hops * num_bytes}, hops)
 
 
-def _bubble(job: Job, stage: float) -> float:
-    """Idle seconds of the slowest stage, given a mean stage's for one microbatch."""
-    stages = job.mesh["pipe"]
-    if stages == 1:
-        return 0.0
-    if job.pipeline in _RING_BUBBLES:
-        return (stages - 1) * stage / job.chunks
-    return stage * _simulated_bubble(job.pipeline, stages, job.num_microbatches, job.chunks)
+def _bubble(kind: str, stages: int, microbatches: int, chunks: int) -> float:
+    """Idle time of a stage, in units of one microbatch's forward and backward pass through it."""
+    if kind in _CLOSED_FORMS:
+        return (stages - 1) / chunks
+    return _simulated_bubble(kind, stages, microbatches, chunks)
 
 
 @functools.lru_cache(maxsize=1024)
 def _simulated_bubble(kind: str, stages: int, microbatches: int, chunks: int) -> float:
-    """In units of one microbatch's forward and backward pass through a stage, whose B and W take as long as its F."""
+    """With input gradients and weight gradients that take as long as the forward pass."""
     report = simulate(make(kind, stages, microbatches, chunks), Times(1 / 3, 1 / 3, 1 / 3))
     return report.makespan - microbatches
 
 
 def _update_seconds(job: Job, calibration: Calibration) -> float:
     """Reading and writing a device's part of the optimizer's state."""
-    sharded = math.prod(job.mesh[axis] for axis in ("pipe", "fsdp", "expert", "context", "tensor"))
-    if job.zero < 3:
-        sharded *= job.mesh["data"]
-    size = num_parameters(job.model) / sharded
+    axes = ("pipe", "fsdp", "expert", "context", "tensor", *(("data",) if job.zero < 3 else ()))
+    part = num_parameters(job.model) / math.prod(job.mesh[axis] for axis in axes)
     memory = job.cluster.chip.memory_bandwidth * calibration.chip.memory
-    return _UPDATE_SECONDS + size * _UPDATE_BYTES[job.optimizer] / memory
+    return _UPDATE_SECONDS + part * _UPDATE_BYTES[job.optimizer] / memory
