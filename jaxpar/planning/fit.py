@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from jaxpar.planning.calibration import CalibrationTable
 from jaxpar.planning.job import Job
-from jaxpar.planning.runs import Framework, framework_of, job_of, rate_and_mfu
+from jaxpar.planning.runs import Framework, calibration_of, framework_of, job_of, rate_and_mfu
 from jaxpar.planning.step_time import predict
 
 HUBER = 0.1
@@ -37,9 +37,10 @@ class Number:
 
 @dataclass(frozen=True)
 class Run:
+    row: Mapping[str, Any]
+    """What was published, but for what was measured."""
     job: Job
     framework: Framework
-    source: str
     key: str
     """What was measured: tokens_per_second_per_device or mfu."""
     measured: float
@@ -49,11 +50,11 @@ class Run:
         framework = framework_of(row)
         key = next(key for key in ("tokens_per_second_per_device", "mfu") if key in row["measured"])
         blind = {name: value for name, value in row.items() if name != "measured"}
-        return cls(job_of(blind, framework), framework, row["source"], key, row["measured"][key])
+        return cls(blind, job_of(blind, framework), framework, key, row["measured"][key])
 
     def log_error(self, table: CalibrationTable) -> float:
         """log(predicted / measured)."""
-        time = predict(self.job, table.of(self.job.cluster.chip, self.framework.name))
+        time = predict(self.job, calibration_of(self.row, self.job, self.framework, table))
         rate, mfu = rate_and_mfu(self.job, self.framework, time)
         return math.log((mfu if self.key == "mfu" else rate) / self.measured)
 
@@ -64,8 +65,8 @@ def fit(
     """The table with its numbers fitted to the runs; they start from where the table has them."""
     counts: dict[str, int] = {}
     for run in runs:
-        counts[run.source] = counts.get(run.source, 0) + 1
-    weights = np.array([counts[run.source] ** -0.25 for run in runs])
+        counts[run.framework.name] = counts.get(run.framework.name, 0) + 1
+    weights = np.array([counts[run.framework.name] ** -0.25 for run in runs])
     logs = np.array([math.log(_get(table, number.places[0])) for number in numbers])
     priors = np.array([math.log(number.prior) for number in numbers])
     widths = np.array([number.width for number in numbers])

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.parallel.context import ContextStrategy
-from jaxpar.planning.calibration import CalibrationTable, calibration_table
-from jaxpar.planning.flops import attention_flops_per_token, matmul_flops_per_token
+from jaxpar.planning.calibration import Calibration, CalibrationTable, calibration_table
+from jaxpar.planning.flop_conventions import convention
 from jaxpar.planning.job import Job
 from jaxpar.planning.step_time import StepTime, predict
 from meshes.chips import chip
@@ -26,6 +26,7 @@ from meshes.mesh import MESH_AXES
 from meshes.spec import Chip
 from models.config import ModelConfig
 from models.presets import preset
+from models.shapes import Shape
 
 _PRECISIONS = {"fp16": "float16", "fp8": "float8", "mxfp8": "float8", "nvfp4": "float4", "int8": "int8"}
 
@@ -39,8 +40,8 @@ class Framework:
     mark: str
     """Part of `source` that tells these runs."""
     remat: str
-    causal: bool
-    """Attention's FLOPs in its MFU: those that a causal mask leaves, or all."""
+    convention: str
+    """Of flop_conventions: how it counts the FLOPs in its MFU."""
     reduce_bytes: int = 4
     pipeline: str = "interleaved-1f1b"
     microbatch: int = 1
@@ -54,7 +55,7 @@ FRAMEWORKS = (
         "llm-foundry",
         "llm-foundry",
         remat="full",
-        causal=False,
+        convention="llm-foundry",
         reduce_bytes=2,
         reasons="its tables give microbatch and remat; mixed_precision PURE reduces gradients in bfloat16",
     ),
@@ -62,7 +63,7 @@ FRAMEWORKS = (
         "megatron-bridge",
         "Megatron-Bridge",
         remat="selective",
-        causal=True,
+        convention="nvidia-bridge",
         reduce_bytes=2,
         reasons="its recipes recompute nothing but attention; grad_reduce_in_fp32 is off; FLOPs halve a causal mask's",
     ),
@@ -70,7 +71,7 @@ FRAMEWORKS = (
         "megatron-2021",
         "Narayanan et al. 2021",
         remat="full",
-        causal=False,
+        convention="palm",
         microbatch=4,
         reasons="the paper's section 3.5: full recomputation; section 5.1: two or more chunks where it interleaves; its "
         "equation 3 counts attention in full",
@@ -79,7 +80,7 @@ FRAMEWORKS = (
         "megatron-core",
         "Megatron-LM",
         remat="selective",
-        causal=False,
+        convention="palm",
         reduce_bytes=2,
         optimizer_sharded=True,
         reasons="flash attention, which makes selective recomputation free, and overlapped reductions of a sharded "
@@ -89,14 +90,14 @@ FRAMEWORKS = (
         "torchtitan",
         "torchtitan",
         remat="selective",
-        causal=False,
+        convention="torchtitan",
         reasons="its tables give microbatch and remat",
     ),
     Framework(
         "llama3",
         "2407.21783",
         remat="none",
-        causal=True,
+        convention="nvidia-bridge",
         reasons="section 3.3.2: no recomputation; a chunk of one layer with the embedding and the head as two more; "
         "stages without resharding between forward and backward",
     ),
@@ -104,10 +105,12 @@ FRAMEWORKS = (
         "maxtext",
         "maxtext",
         remat="full",
-        causal=False,
+        convention="palm",
         reasons="scripts MaxText/configs/v5e and v5p: remat, batch and model by size, see below; counts attention in full",
     ),
-    Framework("jaxpar", "", remat="full", causal=True, pipeline="1f1b", reasons="any other source: our own defaults"),
+    Framework(
+        "jaxpar", "", remat="full", convention="palm", pipeline="1f1b", reasons="any other source: our own defaults"
+    ),
 )
 
 _MAXTEXT_BATCH = {"TPU-v5e": {16: 6, 32: 4, 64: 2, 128: 1}, "": {32: 7, 64: 3, 128: 1, 256: 1, 512: 2, 1024: 2}}
@@ -139,18 +142,37 @@ def predict_run(row: Mapping[str, Any], table: CalibrationTable) -> Prediction:
     """
     framework = framework_of(row)
     job = job_of(row, framework)
-    time = predict(job, table.of(job.cluster.chip, framework.name))
+    time = predict(job, calibration_of(row, job, framework, table))
     return Prediction(job, framework, time, rate_and_mfu(job, framework, time)[1])
+
+
+def calibration_of(row: Mapping[str, Any], job: Job, framework: Framework, table: CalibrationTable) -> Calibration:
+    """The table's, for a run that may say that it was not compiled."""
+    known = table.of(job.cluster.chip, framework.name)
+    if row.get("compiled", True):
+        return known
+    return dataclasses.replace(known, framework=dataclasses.replace(known.framework, fused=False))
 
 
 def rate_and_mfu(job: Job, framework: Framework, time: StepTime) -> tuple[float, float]:
     """Tokens per second and device, and the MFU as the source counts it."""
-    per_token = 3 * (
-        matmul_flops_per_token(job.model) + attention_flops_per_token(job.model, job.seq_len, framework.causal)
-    )
+    per_token = convention(framework.convention).flops_per_token(shape_of(job.model), job.seq_len)
     peak = job.cluster.chip.peak_flops.get(job.precision, job.cluster.chip.peak_flops["bfloat16"])
     rate = time.tokens_per_second_per_device
     return rate, rate * per_token / peak
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    """With its experts, for counting."""
+    return dataclasses.replace(
+        Shape.of(model),
+        num_experts=model.num_experts,
+        num_experts_per_token=model.num_experts_per_token,
+        expert_dim=model.expert_mlp_dim,
+        num_shared_experts=model.num_shared_experts,
+        num_dense_layers=model.num_dense_layers,
+        moe_every=model.moe_every,
+    )
 
 
 def job_of(row: Mapping[str, Any], framework: Framework) -> Job:
@@ -229,12 +251,13 @@ def cluster_of_run(row: Mapping[str, Any], known: Chip, framework: Framework) ->
 
 def mesh_of(row: Mapping[str, Any]) -> dict[str, int]:
     """All six axes. Megatron's experts lie over ranks of the batch that other weights are replicated on, so that its
-    axes without `expert` multiply to all devices; ours are axes of their own."""
+    axes without `expert` multiply to all devices; ours are axes of their own. What is left out is `data`."""
     mesh = {axis: row["mesh"].get(axis) or 1 for axis in MESH_AXES}
     others = math.prod(size for axis, size in mesh.items() if axis != "expert")
     if mesh["expert"] > 1 and others == row["devices"]:
         mesh["expert"] = math.gcd(mesh["expert"], mesh["data"])
         mesh["data"] //= mesh["expert"]
+    mesh["data"] *= row["devices"] // math.prod(mesh.values())
     if (row.get("fsdp") or 1) > 1 and mesh["fsdp"] == 1:
         mesh["fsdp"] = math.gcd(row["fsdp"], mesh["data"])
         mesh["data"] //= mesh["fsdp"]
@@ -247,7 +270,9 @@ def model_of(row: Mapping[str, Any], stages: int, framework: Framework) -> Model
     if "num_layers" in given:
         fields = {field.name for field in dataclasses.fields(ModelConfig)}
         model = ModelConfig(**{key: value for key, value in given.items() if key in fields and value is not None})
-        experts = {"expert_mlp_dim": given.get("expert_mlp_dim") or given["mlp_dim"]} if given.get("num_experts") else {}
+        experts = (
+            {"expert_mlp_dim": given.get("expert_mlp_dim") or given["mlp_dim"]} if given.get("num_experts") else {}
+        )
         positions = given.get("learned_positions")
         return model.replace(
             mlp="swiglu" if given.get("gated_mlp", True) else "gelu",

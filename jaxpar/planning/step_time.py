@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from jaxpar.parallel.pipeline.kinds import make
 from jaxpar.parallel.pipeline.simulate import Times, simulate
 from jaxpar.planning.calibration import Calibration
+from jaxpar.planning.collectives import bus_factor
 from jaxpar.planning.flops import (
     attention_flops_per_token,
     head_matmul_flops_per_token,
@@ -102,9 +103,11 @@ class _Ledger:
         self.exposed: dict[str, float] = defaultdict(float)
         self.hidden: dict[str, float] = defaultdict(float)
         self._overlap = calibration.chip.overlap
-        # Tokens travel to experts beside the kernels of another chunk, or beside none.
-        alone = {"expert"} if job.chunks == 1 else set()
-        self._axes = set(calibration.framework.overlaps) - alone
+        self._axes = set(calibration.framework.overlaps)
+        # Tokens travel to their experts beside another chunk's kernels, where that is worth its trouble, or beside none.
+        stride, size = _place(job, "expert")
+        if job.chunks == 1 or stride * size <= job.cluster.levels[0].size:
+            self._axes.discard("expert")
 
     def charge(self, axes: str, seconds: float, beside: float, times: int) -> float:
         """Traffic of `times` microbatches, each with `beside` seconds of kernels; what is exposed of one."""
@@ -270,7 +273,7 @@ def _seconds(job: Job, calibration: Calibration, axes: str, ops: Mapping[str, fl
         elif op == "all-to-all":
             total += num_bytes * _all_to_all(job, stride, size) / calibration.chip.network + count * hop
         else:
-            total += (2 if op == "all-reduce" else 1) * (size - 1) / size * num_bytes / bandwidth + latency
+            total += bus_factor(op.replace("-", "_"), size) * num_bytes / bandwidth + latency
     return total
 
 
