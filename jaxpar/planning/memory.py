@@ -24,8 +24,8 @@ from jaxpar.parallel.remat import Remat
 from jaxpar.planning.activations import LayerBytes, chunk_bytes, kept_by_all, kept_by_name, sizes, working_bytes
 from jaxpar.planning.conventions import CONVENTIONS, Convention
 from jaxpar.planning.job import SELECTIVE, Job
+from jaxpar.planning.schedules import stashes
 from jaxpar.planning.shapes import Share, num_moe_layers, shares
-from jaxpar.planning.stashes import stashes
 
 JAXPAR = CONVENTIONS["jaxpar"]
 PARTS = ("parameters", "gradients", "optimizer", "activations", "other")

@@ -1,6 +1,7 @@
-"""What a pipeline's stages hold at most, by closed form: `parallel.pipeline.simulate`'s peaks without its table.
+"""A pipeline schedule's peak memory and bubble by closed form: `parallel.pipeline.simulate`'s, without a table.
 
-For P stages, M microbatches and C chunks, in activations of one microbatch in a whole stage s (0 first):
+For P stages, M microbatches and C chunks. What stage s (0 first) holds at most, in activations of one microbatch in a
+whole stage, M at most:
 
     gpipe, looped-bfs   M
     1f1b                P - s
@@ -9,8 +10,17 @@ For P stages, M microbatches and C chunks, in activations of one microbatch in a
     zb-h1, zb-h2        as 1f1b and eager-1f1b; beside them s or 2 s weight gradients wait
     zb-v                P; dualpipe-v P + 1/2; with few microbatches (M + 1 + s) / 2
 
-each M at most. A weight gradient that waits counts as half an activation, as in Zero Bubble's memory limit.
-Sources: as in parallel/pipeline/kinds.py.
+A weight gradient that waits counts as half an activation, as in Zero Bubble's memory limit. The bubble, in forward and
+backward passes of one microbatch through a stage, where F, B and W take a third each:
+
+    1f1b, gpipe, eager-1f1b             P - 1
+    interleaved-1f1b, looped-bfs        (P - 1 + (C - 1) max(0, P - M)) / C
+    zb-h1                               (P - 1 + max(0, P - M)) / 3
+    zb-h2                               (P - 1 + max(0, floor((2 P - 1 - M) / 2))) / 3
+    zb-v                                (P - 1 + max(0, 3 P - 1 - 2 M)) / 6
+    dualpipe-v                          (P - 1 + 2 max(0, 2 P - M - [M <= P])) / 6
+
+Sources: as in parallel/pipeline/kinds.py; the terms for few microbatches are those the tables' own.
 """
 
 import functools
@@ -59,3 +69,25 @@ def stashes(kind: str, num_stages: int, num_microbatches: int, num_chunks: int =
         waiting = np.minimum((2 if kind == "zb-h2" else 1) * before, most - 1)
     # A microbatch is one or the other.
     return Stashes(held, held + DEFERRED_SIZE * np.minimum(waiting, most - held))
+
+
+def bubble(kind: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
+    """Idle time of a stage, in passes of one microbatch, forward and backward, through a whole stage.
+
+    Raises KeyError for a kind that cannot be run by one program on all stages.
+    """
+    hops, missing = num_stages - 1, max(0, num_stages - num_microbatches)
+    match kind:
+        case "gpipe" | "1f1b" | "eager-1f1b" | "interleaved-1f1b" | "looped-bfs":
+            return (hops + (num_chunks - 1) * missing) / num_chunks
+        case "zb-h1":
+            return (hops + missing) / 3
+        case "zb-h2":
+            return (hops + max(0, (2 * num_stages - 1 - num_microbatches) // 2)) / 3
+        case "zb-v":
+            return (hops + max(0, 3 * num_stages - 1 - 2 * num_microbatches)) / 6
+        case "dualpipe-v":
+            few = max(0, 2 * num_stages - num_microbatches - (num_microbatches <= num_stages))
+            return (hops + 2 * few) / 6
+        case _:
+            raise KeyError(kind)
