@@ -203,9 +203,11 @@ def _strategies(request: Request, mesh: Mapping[str, int]) -> list[ContextStrate
     ranks, heads = mesh["context"], request.model.num_heads // mesh["tensor"]
     if request.context is not None or ranks == 1:
         return [ContextStrategy.parse(request.context or "auto", request.order, ranks, mesh["pipe"])]
-    found = [ContextStrategy(kind="allgather", order=request.order)]
-    groups = [n for n in divisors(ranks) if heads % n == 0 and (n == ranks or mesh["pipe"] == 1)]
-    return [*found, *(ContextStrategy(group=group, order=request.order) for group in groups)]
+    # A ring, Ulysses over all ranks, and over as many as lie on the innermost level: what leaves it goes round a ring.
+    inside = max(1, request.cluster.levels[0].size // mesh["tensor"])
+    groups = {1, math.gcd(ranks, inside), ranks} if mesh["pipe"] == 1 else {ranks}
+    exchanged = [ContextStrategy(group=n, order=request.order) for n in sorted(groups) if heads % n == 0]
+    return [ContextStrategy(kind="allgather", order=request.order), *exchanged]
 
 
 def remats(request: Request) -> tuple[str, ...]:

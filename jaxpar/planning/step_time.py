@@ -15,7 +15,7 @@ Source of the bubble: Megatron-LM (arXiv 2104.04473), section 2.2, and planning/
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxpar.planning.calibration import Calibration
@@ -239,27 +239,45 @@ def _gathers_each_time(job: Job) -> bool:
     return job.zero == 3 and (job.mesh["pipe"] == 1 or job.reshard_after_forward)
 
 
-def _traffic(job: Job) -> tuple[Traffic, Traffic]:
+def _traffic(job: Job) -> tuple[Traffic, Mapping[str, Mapping[str, float]]]:
     """Of one microbatch through all layers: what moves weights, what moves activations."""
-    return _cached_traffic(
-        job.model,
-        tuple(job.mesh[axis] for axis in MESH_AXES),
-        batch_size=job.batch_size // job.num_microbatches,
-        seq_len=job.seq_len,
-        compute_bytes=job.compute_bytes,
-        reduce_bytes=job.reduce_bytes,
-        sequence_parallel=job.sequence_parallel,
+    remat = job.remat_policy
+    common = job.model, tuple(job.mesh[axis] for axis in MESH_AXES), job.compute_bytes, job.reduce_bytes, job.zero
+    weights = _cached_traffic(
+        weight_traffic,
+        *common,
         reshard_after_forward=job.reshard_after_forward and job.zero == 3,
-        remat="none" if job.remat_policy.keeps_all else job.remat,
-        zero=job.zero,
+        remat=job.remat if remat.every > 1 else "full",
+    )
+    # Proportional to a microbatch's tokens: made once for them all.
+    activations = _cached_traffic(
+        activation_traffic,
+        *common,
+        batch_size=job.batch_size,
+        seq_len=job.seq_len,
+        sequence_parallel=job.sequence_parallel,
+        remat="none" if remat.keeps_all else job.remat,
         context=job.context,
     )
+    times = job.num_microbatches
+    return weights, {axes: {op: size / times for op, size in ops.items()} for axes, ops in activations.items()}
 
 
-@functools.lru_cache(maxsize=4096)
-def _cached_traffic(config: ModelConfig, mesh: tuple[int, ...], **settings) -> tuple[Traffic, Traffic]:
-    made = TrafficSettings(mesh=dict(zip(MESH_AXES, mesh, strict=True)), num_microbatches=1, **settings)
-    return weight_traffic(config, made), activation_traffic(config, made)
+@functools.lru_cache(maxsize=65536)
+def _cached_traffic(
+    traffic: Callable[[ModelConfig, TrafficSettings], Traffic],
+    config: ModelConfig,
+    mesh: tuple[int, ...],
+    compute_bytes: int,
+    reduce_bytes: int,
+    zero: int,
+    batch_size: int = 1,
+    seq_len: int = 1,
+    **settings,
+) -> Traffic:
+    sizes = dict(zip(MESH_AXES, mesh, strict=True))
+    own = {"compute_bytes": compute_bytes, "reduce_bytes": reduce_bytes, "zero": zero, **settings}
+    return traffic(config, TrafficSettings(sizes, batch_size, seq_len, num_microbatches=1, **own))
 
 
 def _place(job: Job, axes: str) -> tuple[int, int]:
