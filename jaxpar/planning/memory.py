@@ -225,7 +225,7 @@ class Footprint:
             if remat.keeps_all:
                 return num_layers * of_all, 0.0
             every = np.maximum(1, np.round(np.sqrt(num_layers))) if text == "sqrt" else remat.every  # of each chunk
-            size = np.minimum(every, num_layers)
+            size = np.clip(num_layers, 1, every)
             return num_layers // size * job.compute_bytes * self._of.stream, size * of_all
         return num_layers * self._mixed(kept_by_name(job, self._of, remat, kept)), 0.0
 

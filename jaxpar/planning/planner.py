@@ -3,9 +3,9 @@
 A job's step takes at least its kernels and its schedule's bubble, which are quickly told, as is its memory. What a mesh
 leaves open waits in a heap by the least time of all that fits: first one setting with one kind of remat, which is opened
 into numbers of microbatches and chunks, these into schedules, whose time is predicted. What comes out of the heap with
-a predicted time is the fastest that is left. So meshes are found in order of their best time, and with them the front
-of time and memory: a job is on it if it takes less memory than all that came before. What is neither of a mesh that is
-still wanted, nor may take less memory than was found, is not opened.
+a predicted time is the fastest that is left. So layouts are found in order of their best time, and with them the front
+of time and memory: a job is on it if it takes less memory than all that came before. What is neither of a layout that
+is still wanted, nor may take less memory than was found, is not opened.
 """
 
 import functools
@@ -49,7 +49,8 @@ class Plan:
     """What was found, fastest first."""
 
     ranked: tuple[Choice, ...]
-    """The best of each mesh; of a mesh that was asked for and does not fit, what comes nearest."""
+    """The best of each way to cut the model: of meshes that differ in how `data` and `fsdp` share what is left, which is
+    a setting like ZeRO, one. Of a mesh that was asked for and does not fit, what comes nearest."""
     front: tuple[Choice, ...]
     """Of all, each faster than those that take less memory."""
     rejections: tuple[Rejection, ...]
@@ -83,7 +84,7 @@ class _Node:
 
 
 def plan(request: Request, top: int = 10, framework: str = "jaxpar") -> Plan:
-    """The `top` fastest meshes that fit, and the front. Raises ValueError for what `Request.check` and predict do."""
+    """The `top` fastest layouts that fit, and the front. Raises ValueError for what `Request.check` and predict do."""
     request.check()
     return _Search(request, CONVENTIONS[framework], calibration_table().of(request.cluster.chip, framework)).run(top)
 
@@ -97,11 +98,12 @@ class _Search:
         self._kernels: dict[tuple[int, int, int, int, str], tuple[float, float]] = {}
 
     def run(self, top: int) -> Plan:
-        rejections, count, nearest = [], 0, None
+        rejections: list[Rejection] = []
+        count, nearest = 0, None
         for mesh in space.meshes(self._request):
             count += 1
             if (rejection := space.obstacle(self._request, mesh)) is None and (nearest := self._admit(mesh)) is not None:
-                rejection = Rejection(mesh, "does not fit", _too_large(nearest.memory))
+                rejection = Rejection(mesh, "does not fit", _too_large(memory(nearest, self._convention)))
             if rejection is not None:
                 rejections.append(rejection)
         ranked: dict[tuple[int, ...], Choice] = {}
@@ -109,7 +111,7 @@ class _Search:
         least = math.inf
         while self._heap:
             _, _, node = heapq.heappop(self._heap)
-            key = tuple(node.table.setting.mesh.values())
+            key = tuple(size for axis, size in node.table.setting.mesh.items() if axis not in ("data", "fsdp"))
             is_wanted = len(ranked) < top and key not in ranked
             if not is_wanted and node.least_bytes >= least:
                 continue
@@ -125,10 +127,10 @@ class _Search:
                     front.append(choice)
                     least = node.least_bytes
         if self._request.mesh is not None and nearest is not None:
-            return Plan((nearest,), (), tuple(rejections), count)
+            return Plan((self._choice(nearest),), (), tuple(rejections), count)
         return Plan(tuple(ranked.values()), tuple(front), tuple(rejections), count)
 
-    def _admit(self, mesh: Mapping[str, int]) -> Choice | None:
+    def _admit(self, mesh: Mapping[str, int]) -> Job | None:
         """Puts what fits of a mesh into the heap; where nothing does, returns what comes nearest."""
         fits, smallest = False, math.inf
         nearest: tuple[_Table, int, int] | None = None
@@ -148,7 +150,7 @@ class _Search:
                 if footprint.least.min() > self._limit:
                     break
         assert fits or nearest is not None
-        return None if fits or nearest is None else self._choice(self._job(*nearest))
+        return None if fits or nearest is None else self._job(*nearest)
 
     def _open(self, table: _Table) -> None:
         """Into microbatches and chunks: schedules of as many differ in their bubble alone."""

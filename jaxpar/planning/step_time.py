@@ -160,10 +160,11 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
 
 
 def kernel_seconds(job: Job, calibration: Calibration) -> tuple[float, float]:
-    """(the slowest stage's kernels for one microbatch, a mean stage's as the bubble counts it): what predict's step is
-    at least, less the update, is M of the first and the schedule's bubble of the second, jitter included."""
+    """(the slowest stage's kernels for one microbatch, a mean stage's as the bubble counts it): with M of the first and
+    the schedule's bubble of the second predict's step is never shorter."""
     stage = _slowest_stage(job, calibration)
-    return stage.kernels, stage.kernels * stage.mean_share(job.model, job.mesh["pipe"])
+    kernels = stage.kernels * (1 + _jitter(job, calibration))
+    return kernels, kernels * stage.mean_share(job.model, job.mesh["pipe"])
 
 
 def _jitter(job: Job, calibration: Calibration) -> float:
