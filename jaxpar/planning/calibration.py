@@ -76,11 +76,14 @@ class CalibrationTable:
                 f"no framework is called {framework!r}{toml.nearest(framework, self.frameworks)}; its runs can be "
                 "predicted as 'jaxpar'"
             )
-        known = self.chips.get(chip.name)
-        if known is None:
-            starts = [start for start in self.generations if chip.name.startswith(start)]
-            known = self.chips[self.generations[max(starts, key=len)]]
-        return Calibration(known, self.frameworks[framework])
+        return Calibration(self.chips[self.entry_of(chip)], self.frameworks[framework])
+
+    def entry_of(self, chip: Chip) -> str:
+        """The name of a chip's entry in `chips`, or of what stands in for it."""
+        if chip.name in self.chips:
+            return chip.name
+        starts = [start for start in self.generations if chip.name.startswith(start)]
+        return self.generations[max(starts, key=len)]
 
 
 def parse(document: Mapping[str, Any]) -> CalibrationTable:
