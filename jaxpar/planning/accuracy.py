@@ -138,14 +138,15 @@ def to_toml(table: CalibrationTable, runs: Sequence[Run]) -> str:
         in_framework.setdefault(name, Counter())[chip.name] += 1
     lines = [
         "# Written by `python -m jaxpar.planning.accuracy --fit`; jaxpar/planning/fit.py has the priors. memory, network,",
-        "# overlap and jitter are fitted to all runs at once (jitter to GPUs' and TPUs' apart).",
+        "# overlap and jitter are fitted to all runs at once (jitter to GPUs' and TPUs' apart). newest_attention is no fit: the",
+        "# third FlashAttention, and cuDNN's, are 1.5 to 2 times as fast as the second on Hopper (arXiv 2407.08608).",
         "\n[generations]",
         *(f'"{start}" = "{name}"' for start, name in table.generations.items()),
     ]
     for name, chip_entry in table.chips.items():
         by_dtype = ", ".join(f"{dtype} = {share:.4f}" for dtype, share in chip_entry.matmul.items())
         lines += [f"\n[chips.{name}]", f"matmul = {{ {by_dtype} }}"]
-        for field in ("attention", "memory", "network", "overlap", "jitter"):
+        for field in ("attention", "newest_attention", "memory", "network", "overlap", "jitter"):
             lines.append(f"{field} = {getattr(chip_entry, field):.4f}")
         lines.append(f'fitted_on = "{_counts(on_chip.get(name))}"')
     for name, entry in table.frameworks.items():

@@ -24,6 +24,8 @@ class ChipCalibration:
     """By dtype: of the peak, in a matrix product so large that memory does not count."""
     attention: float
     """Of the bfloat16 peak, in FlashAttention-2 (or what the chip has instead) over long sequences."""
+    newest_attention: float
+    """Speed of the chip's newest kernel beside that: published, not fitted."""
     memory: float
     """Of the memory's bandwidth, in passes over activations and in a product's operands."""
     network: float
@@ -44,7 +46,7 @@ class FrameworkCalibration:
     fused: bool
     """Element-wise operations are compiled into few passes over memory, not one kernel each."""
     attention: str
-    """Its kernel, of kernel_time.ATTENTION_KERNELS, or kernel_time.UNFUSED."""
+    """Its kernel: "newest", one of kernel_time.ATTENTION_KERNELS, or kernel_time.UNFUSED."""
     overlaps: tuple[str, ...]
     """Mesh axes whose traffic runs beside compute."""
     fitted_on: str

@@ -78,6 +78,7 @@ NUMBERS = (
             "torchtitan",
             "llama3",
             "maxtext",
+            "jaxpar",
         )
     ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshes.spec import Chip
 from models.config import ModelConfig
+from models.count import num_parameters
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def default_chunks(model: ModelConfig, stages: int, framework: Framework) -> int
 def _maxtext(by_chip: Mapping[str, Mapping[int, Any]], known: Chip, model: ModelConfig) -> Any:
     """The entry of the size, or of the next larger one."""
     sizes = by_chip.get(known.name, by_chip[""])
-    size = int(model.name.removeprefix("maxtext-").removesuffix("b"))
+    size = num_parameters(model) / 1e9
     return sizes[min((entry for entry in sizes if entry >= size), default=max(sizes))]
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ from models.config import ModelConfig
 from models.presets import preset
 from models.shapes import Shape
 
-_PRECISIONS = {"fp16": "float16", "fp8": "float8", "mxfp8": "float8", "nvfp4": "float4", "int8": "int8"}
+_PRECISIONS = {"fp8": "float8", "fp4": "float4", "int8": "int8", "fp16": "float16"}
+"""By what the name contains, as in mxfp8, nvfp4, amp_fp8; any other is bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def job_of(row: Mapping[str, Any], framework: Framework) -> Job:
         seq_len=row["seq_len"],
         batch_size=num_microbatches * ranks * max(1, batch_size // (ranks * num_microbatches)),
         num_microbatches=num_microbatches,
-        precision=_PRECISIONS.get(row["precision"], "bfloat16"),
+        precision=next((ours for mark, ours in _PRECISIONS.items() if mark in row["precision"]), "bfloat16"),
         pipeline="1f1b" if chunks == 1 and pipeline == "interleaved-1f1b" else pipeline,
         chunks=chunks,
         remat=remat_of(row.get("remat"), known, model, framework),
@@ -175,7 +176,7 @@ def mesh_of(row: Mapping[str, Any]) -> dict[str, int]:
     if mesh["expert"] > 1 and others == row["devices"]:
         mesh["expert"] = math.gcd(mesh["expert"], mesh["data"])
         mesh["data"] //= mesh["expert"]
-    mesh["data"] *= row["devices"] // math.prod(mesh.values())
+    mesh["data"] *= max(1, row["devices"] // math.prod(mesh.values()))
     if (row.get("fsdp") or 1) > 1 and mesh["fsdp"] == 1:
         mesh["fsdp"] = math.gcd(row["fsdp"], mesh["data"])
         mesh["data"] //= mesh["fsdp"]
@@ -214,10 +215,15 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "measured"} for row in rows]
 
 
-def main(argv: list[str]) -> None:
+def main(argv: Sequence[str]) -> None:
+    """Prints {id: prediction}; a run that cannot be predicted is left out, and why is said on stderr."""
     predictions = {}
     for row in read_runs(Path(argv[0])):
-        found = predict_run(row, calibration_table())
+        try:
+            found = predict_run(row, calibration_table())
+        except ValueError as error:
+            print(f"{row['id']}: {error}", file=sys.stderr)
+            continue
         predictions[row["id"]] = {
             "tokens_per_second_per_device": found.time.tokens_per_second_per_device,
             "mfu": found.mfu,
