@@ -9,7 +9,7 @@ A collective moves bytes at its busbw (nccl-tests, doc/PERFORMANCE.md: all-gathe
 waits the latency of a ring's n - 1 hops, or of a tree's 2 log2(n) where that is less. Weights gathered and gradients
 scattered per microbatch have that microbatch's kernels beside them; those moved once per step the first and the last
 microbatch's, or those of the first and last P in an interleaved pipeline, whose chunks are done one after another.
-Source of the bubble: Megatron-LM (arXiv 2104.04473), section 2.2; schedules without a closed form are simulated.
+Source of the bubble: Megatron-LM (arXiv 2104.04473), section 2.2, and planning/schedules.py.
 """
 
 import functools
@@ -18,8 +18,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxpar.parallel.pipeline.kinds import make
-from jaxpar.parallel.pipeline.simulate import Times, simulate
 from jaxpar.planning.calibration import Calibration
 from jaxpar.planning.collectives import bus_factor
 from jaxpar.planning.flops import (
@@ -30,13 +28,12 @@ from jaxpar.planning.flops import (
 )
 from jaxpar.planning.job import Job
 from jaxpar.planning.kernel_time import LayerSeconds, Seconds, head_seconds, layer_seconds, num_moe_layers, rates
+from jaxpar.planning.schedules import bubble as schedule_bubble
 from jaxpar.planning.traffic import Traffic, TrafficSettings, activation_traffic, weight_traffic
 from meshes.mesh import MESH_AXES
 from models.config import ModelConfig
 from models.count import num_parameters
 
-_CLOSED_FORMS = ("1f1b", "gpipe", "eager-1f1b", "interleaved-1f1b", "looped-bfs")
-"""Schedules whose bubble is (P - 1) / C microbatches."""
 _UPDATE_BYTES = {"adamw": 30.0, "lion": 22.0, "sgd": 14.0}
 """Read and written per parameter: master copy, moments and gradient in 4 bytes each, the weight in 2."""
 _UPDATE_SECONDS = 5e-3
@@ -131,7 +128,7 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
     bubble = 0.0
     if stages > 1:
         mean = (model.num_layers + stage.heads) / ((stage.layers + stage.heads) * stages)
-        bubble = mean * slow * _bubble(job.pipeline, stages, microbatches, job.chunks)
+        bubble = mean * slow * schedule_bubble(job.pipeline, stages, microbatches, job.chunks)
     update = _update_seconds(job, calibration)
     ideal = microbatches * slow + bubble + once + update
     servers = max(1.0, job.num_devices / job.cluster.levels[0].size)
@@ -305,20 +302,6 @@ def _hop_seconds(job: Job, calibration: Calibration) -> float:
     num_bytes = job.microbatch_tokens / part * job.model.embed_dim * job.compute_bytes
     hops = 2 * job.chunks
     return _seconds(job, calibration, "pipe", {"collective-permute": hops * num_bytes}, hops)
-
-
-def _bubble(kind: str, stages: int, microbatches: int, chunks: int) -> float:
-    """Idle time of a stage, in units of one microbatch's forward and backward pass through it."""
-    if kind in _CLOSED_FORMS:
-        return (stages - 1) / chunks
-    return _simulated_bubble(kind, stages, microbatches, chunks)
-
-
-@functools.lru_cache(maxsize=1024)
-def _simulated_bubble(kind: str, stages: int, microbatches: int, chunks: int) -> float:
-    """With input gradients and weight gradients that take as long as the forward pass."""
-    report = simulate(make(kind, stages, microbatches, chunks), Times(1 / 3, 1 / 3, 1 / 3))
-    return report.makespan - microbatches
 
 
 def _update_seconds(job: Job, calibration: Calibration) -> float:
