@@ -154,6 +154,7 @@ def to_toml(table: CalibrationTable, runs: Sequence[Run]) -> str:
             f"\n[frameworks.{name}]",
             f"overhead = {entry.overhead:.4f}",
             f"fused = {str(entry.fused).lower()}",
+            f"reruns_stages = {str(entry.reruns_stages).lower()}",
             f'attention = "{entry.attention}"',
             f"overlaps = {json.dumps(entry.overlaps)}",
             f'fitted_on = "{_counts(in_framework.get(name))}"',

@@ -50,6 +50,8 @@ class FrameworkCalibration:
     overlaps: tuple[str, ...]
     """Mesh axes whose traffic runs beside compute."""
     fitted_on: str
+    reruns_stages: bool = False
+    """A pipeline's backward pass runs its chunk's forward pass again, whatever remat says."""
 
 
 @dataclass(frozen=True)

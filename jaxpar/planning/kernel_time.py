@@ -26,8 +26,8 @@ _GELU_PASSES = {False: (2.0, 3.0), True: (2.0, 2.0)}
 _SWIGLU_PASSES = {False: (5.0, 8.0), True: (3.0, 5.0)}
 # Bytes of a logit beyond its product's: read, cast to 4 bytes, soft-maxed and back; or one kernel each way.
 _LOGIT_BYTES = {False: 24.0, True: 8.0}
-# Routed tokens are put in order of their experts and back.
-_ROUTING_PASSES = (4.0, 4.0)
+# Of the routed tokens: put in order of ranks (written), of experts (read and written), and back likewise.
+_ROUTING_PASSES = (6.0, 6.0)
 _BACKWARD_ATTENTION = 2.5
 _TILE = 128
 """Tokens of a tile on the diagonal, half of which the mask hides."""

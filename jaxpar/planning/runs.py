@@ -17,8 +17,10 @@ from typing import Any
 
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.planning.calibration import Calibration, CalibrationTable, calibration_table
+from jaxpar.planning.conventions import convention as memory_convention
 from jaxpar.planning.flop_conventions import convention
 from jaxpar.planning.job import Job
+from jaxpar.planning.memory import memory
 from jaxpar.planning.run_defaults import (
     FRAMEWORKS,
     Framework,
@@ -227,7 +229,7 @@ def main(argv: Sequence[str]) -> None:
         predictions[row["id"]] = {
             "tokens_per_second_per_device": found.time.tokens_per_second_per_device,
             "mfu": found.mfu,
-            "memory_bytes": None,
+            "memory_bytes": memory(found.job, memory_convention(found.framework.name)).fullest.total,
         }
     print(json.dumps(predictions, indent=1))
 
