@@ -66,8 +66,8 @@ NUMBERS = (
     Number(_of_chips("memory", *_GPUS, *_TPUS), 0.8, 0.15, "what streaming kernels reach"),
     Number(_of_chips("network", *_GPUS, *_TPUS), 0.75, 0.15, "nccl-tests' bus bandwidth over the links'"),
     Number(_of_chips("overlap", *_GPUS, *_TPUS), 0.8, 0.15, "collectives take some of the chip's units and bandwidth"),
-    Number(_of_chips("jitter", *_GPUS), 0.01, 0.5, "a percent for each doubling"),
-    Number(_of_chips("jitter", *_TPUS), 0.01, 0.5, "a percent for each doubling"),
+    Number(_of_chips("jitter", *_GPUS), 0.01, 1.0, "a percent for each doubling"),
+    Number(_of_chips("jitter", *_TPUS), 0.01, 1.0, "a percent for each doubling"),
     *(
         Number((("frameworks", name, "overhead"),), 1.05, 0.07, "some percent beside the kernels")
         for name in (
