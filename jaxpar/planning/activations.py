@@ -9,12 +9,14 @@ Per token of a rank, D wide streams cut over `tensor` under sequence parallelism
     qk_norm           6 (H + G) K / t more
 
 That is our own program with remat none, as its backward pass takes it (see the compiled one). Other frameworks write
-kernels that keep less: `FUSED`. Korthikanti et al. (arXiv 2205.05198), section 4, count GPT with dropout and unfused
-attention: `korthikanti`.
+kernels that keep less, see `Kept`.
 """
 
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
 
 from jaxpar.kernels.attention import RESULT
 from jaxpar.parallel.remat import INPUT, Remat
@@ -26,41 +28,49 @@ Kept = Literal["compiled", "fused", "scores"]
 outputs and inputs once); scores: fused, and attention's scores and softmax too, as before flash attention."""
 
 
-@dataclass(frozen=True)
+Numbers = Float[np.ndarray, "..."] | float
+"""One, or one for each case of several at once."""
+
+
+@dataclass(frozen=True, eq=False)
 class Sizes:
     """Elements of one microbatch's tensors on one device."""
 
-    stream: float
+    tokens: Numbers
+    """Of a rank's part of batch and sequence."""
+    stream: Numbers
     """The residual stream, cut over `tensor` under sequence parallelism."""
-    entry: float
+    entry: Numbers
     """The stream as column-parallel products take it: whole over `tensor`."""
-    query: float
-    key: float
+    query: Numbers
+    key: Numbers
     """K or V alone."""
-    keys_seen: float
+    keys_seen: Numbers
     """K or V as attention takes it: of the whole sequence where `context` gathers it."""
-    queries_seen: float
-    scores: float
+    queries_seen: Numbers
+    scores: Numbers
     """Queries x keys of all heads."""
-    floats: float
+    floats: Numbers
     """One for each query and head."""
-    mlp: float
+    mlp: Numbers
     """A layer's hidden activation, dense MLP."""
-    routed: float
+    routed: Numbers
     """The same of experts, shared ones among them."""
-    exchanged: float
+    exchanged: Numbers
     """Tokens on their way to experts, D wide."""
 
 
-def sizes(job: Job) -> Sizes:
+def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
+    """Of the job cut into so many microbatches."""
     model, tensor, context = job.model, job.mesh["tensor"], job.mesh["context"]
-    tokens = job.microbatch_tokens
+    tokens = job.batch_size * job.seq_len / (num_microbatches * job.batch_ranks * context)
     heads = model.num_heads / tensor
     kv_heads = max(1.0, model.num_kv_heads / tensor) if model.num_kv_heads % tensor else model.num_kv_heads / tensor
     key = tokens * kv_heads * model.head_dim
     routed = tokens * (model.num_experts_per_token + model.num_shared_experts) * model.expert_mlp_dim / tensor
     stream = tokens * model.embed_dim / (tensor if job.sequence_parallel else 1)
     return Sizes(
+        tokens=tokens,
         stream=stream,
         entry=tokens * model.embed_dim,
         query=tokens * heads * model.head_dim,
@@ -75,14 +85,12 @@ def sizes(job: Job) -> Sizes:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerBytes:
-    """Of one layer and microbatch, kept for the backward pass."""
+    """Of one layer and microbatch, kept for the backward pass, its input included."""
 
-    input: float
-    dense: float
-    """With its input."""
-    moe: float
+    dense: Numbers
+    moe: Numbers
 
 
 def kept_by_all(job: Job, of: Sizes, kept: Kept, remakes_elementwise: bool = False) -> LayerBytes:
@@ -106,7 +114,7 @@ def kept_by_all(job: Job, of: Sizes, kept: Kept, remakes_elementwise: bool = Fal
         attention += 5 * of.scores
     mlp = mlp_tensors * of.mlp
     moe = mlp_tensors * of.routed + (input_bytes + short) * of.exchanged
-    return LayerBytes(short * of.stream, streams + attention + mlp, streams + attention + moe)
+    return LayerBytes(streams + attention + mlp, streams + attention + moe)
 
 
 def kept_by_name(job: Job, of: Sizes, remat: Remat, kept: Kept) -> LayerBytes:
@@ -123,34 +131,16 @@ def kept_by_name(job: Job, of: Sizes, remat: Remat, kept: Kept) -> LayerBytes:
     if RESULT in remat.saves:
         common += short * of.queries_seen + 4 * of.floats
     times = short * sum(name in mlp for name in remat.saves)
-    return LayerBytes(short * of.stream, common + times * of.mlp, common + times * of.routed)
+    return LayerBytes(common + times * of.mlp, common + times * of.routed)
 
 
-def working_bytes(job: Job, of: Sizes) -> float:
+def working_bytes(job: Job, of: Sizes) -> Numbers:
     """What a layer's backward pass works with at its worst, beside what was kept for it: about seven hidden
     activations of the MLP and seven streams, in compute dtype (measured on compiled programs)."""
-    hidden = max(of.mlp, of.routed + of.exchanged) if job.model.num_experts else of.mlp
+    hidden = np.maximum(of.mlp, of.routed + of.exchanged) if job.model.num_experts else of.mlp
     return 7 * job.compute_bytes * (hidden + of.entry) + 4 * (of.keys_seen - of.key)
 
 
-def chunk_bytes(job: Job) -> float:
+def chunk_bytes(job: Job, of: Sizes) -> Numbers:
     """One chunk of logits in float32, and what the loss makes of it: never more than a few of vocab's CHUNK_BYTES."""
-    whole = 4 * job.microbatch_tokens * job.model.vocab_size / job.mesh["tensor"]
-    return 3 * min(whole, CHUNK_BYTES)
-
-
-def korthikanti(
-    tokens: int, hidden: int, heads: int, seq_len: int, tensor: int = 1, *, sequence_parallel: bool, remat: str
-) -> float:
-    """Bytes that one layer of GPT with dropout keeps, in 16 bits, by the paper's Table 2: remat none, selective
-    (attention's scores again) or full. ValueError for another. tokens: of a microbatch, sequences x seq_len."""
-    stream = tokens * hidden
-    scores = 5 * heads * seq_len / hidden
-    if remat == "full":
-        return 2.0 * stream
-    if remat not in ("none", "selective"):
-        raise ValueError(f"remat {remat!r} is no row of the table; take none, selective or full")
-    of_scores = scores / tensor if remat == "none" else 0.0
-    if sequence_parallel:
-        return stream * (34 / tensor + of_scores)
-    return stream * (10 + 24 / tensor + of_scores)
+    return 3 * np.minimum(4 * of.tokens * job.model.vocab_size / job.mesh["tensor"], CHUNK_BYTES)

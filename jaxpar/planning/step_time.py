@@ -93,6 +93,11 @@ class _Stage:
         return self.layers * self.layer_total + self.heads * self.overhead * self.head.total
 
 
+    def mean_share(self, model: ModelConfig, stages: int) -> float:
+        """A mean stage's time over this one's."""
+        return (model.num_layers + self.heads) / ((self.layers + self.heads) * stages)
+
+
 class _Ledger:
     """Adds up traffic, beside compute and not."""
 
@@ -125,14 +130,10 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
     kernels, ledger = stage.kernels, _Ledger(job, calibration)
     slow = kernels + _per_microbatch(job, calibration, stage, ledger)
     once = _once(job, calibration, stage, ledger)
-    bubble = 0.0
-    if stages > 1:
-        mean = (model.num_layers + stage.heads) / ((stage.layers + stage.heads) * stages)
-        bubble = mean * slow * schedule_bubble(job.pipeline, stages, microbatches, job.chunks)
+    bubble = stage.mean_share(model, stages) * slow * schedule_bubble(job.pipeline, stages, microbatches, job.chunks)
     update = _update_seconds(job, calibration)
     ideal = microbatches * slow + bubble + once + update
-    servers = max(1.0, job.num_devices / job.cluster.levels[0].size)
-    jitter = ideal * calibration.chip.jitter * math.log2(servers)
+    jitter = ideal * _jitter(job, calibration)
 
     rate = job.tokens_per_step / (ideal + jitter) / job.num_devices
     per_token = matmul_flops_per_token(model) + attention_flops_per_token(model, job.seq_len, causal=True)
@@ -156,6 +157,17 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
         mfu=rate * 3 * per_token / peak,
         hfu=rate * (3 * per_token + recomputed) / peak,
     )
+
+
+def kernel_seconds(job: Job, calibration: Calibration) -> tuple[float, float]:
+    """(the slowest stage's kernels for one microbatch, a mean stage's as the bubble counts it): what predict's step is
+    at least, less the update, is M of the first and the schedule's bubble of the second, jitter included."""
+    stage = _slowest_stage(job, calibration)
+    return stage.kernels, stage.kernels * stage.mean_share(job.model, job.mesh["pipe"])
+
+
+def _jitter(job: Job, calibration: Calibration) -> float:
+    return calibration.chip.jitter * math.log2(max(1.0, job.num_devices / job.cluster.levels[0].size))
 
 
 def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
