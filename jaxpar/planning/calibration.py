@@ -24,6 +24,8 @@ class ChipCalibration:
     """By dtype: of the peak, in a matrix product so large that memory does not count."""
     attention: float
     """Of the bfloat16 peak, in FlashAttention-2 (or what the chip has instead) over long sequences."""
+    newest_attention: float
+    """Speed of the chip's newest kernel beside that: published, not fitted."""
     memory: float
     """Of the memory's bandwidth, in passes over activations and in a product's operands."""
     network: float
@@ -44,10 +46,12 @@ class FrameworkCalibration:
     fused: bool
     """Element-wise operations are compiled into few passes over memory, not one kernel each."""
     attention: str
-    """Its kernel, of kernel_time.ATTENTION_KERNELS, or kernel_time.UNFUSED."""
+    """Its kernel: "newest", one of kernel_time.ATTENTION_KERNELS, or kernel_time.UNFUSED."""
     overlaps: tuple[str, ...]
     """Mesh axes whose traffic runs beside compute."""
     fitted_on: str
+    reruns_stages: bool = False
+    """A pipeline's backward pass runs its chunk's forward pass again, whatever remat says."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,14 @@ class CalibrationTable:
                 f"no framework is called {framework!r}{toml.nearest(framework, self.frameworks)}; its runs can be "
                 "predicted as 'jaxpar'"
             )
-        known = self.chips.get(chip.name)
-        if known is None:
-            starts = [start for start in self.generations if chip.name.startswith(start)]
-            known = self.chips[self.generations[max(starts, key=len)]]
-        return Calibration(known, self.frameworks[framework])
+        return Calibration(self.chips[self.entry_of(chip)], self.frameworks[framework])
+
+    def entry_of(self, chip: Chip) -> str:
+        """The name of a chip's entry in `chips`, or of what stands in for it."""
+        if chip.name in self.chips:
+            return chip.name
+        starts = [start for start in self.generations if chip.name.startswith(start)]
+        return self.generations[max(starts, key=len)]
 
 
 def parse(document: Mapping[str, Any]) -> CalibrationTable:

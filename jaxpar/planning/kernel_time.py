@@ -26,14 +26,14 @@ _GELU_PASSES = {False: (2.0, 3.0), True: (2.0, 2.0)}
 _SWIGLU_PASSES = {False: (5.0, 8.0), True: (3.0, 5.0)}
 # Bytes of a logit beyond its product's: read, cast to 4 bytes, soft-maxed and back; or one kernel each way.
 _LOGIT_BYTES = {False: 24.0, True: 8.0}
-# Routed tokens are put in order of their experts and back.
-_ROUTING_PASSES = (4.0, 4.0)
+# Of the routed tokens: put in order of ranks (written), of experts (read and written), and back likewise.
+_ROUTING_PASSES = (6.0, 6.0)
 _BACKWARD_ATTENTION = 2.5
 _TILE = 128
 """Tokens of a tile on the diagonal, half of which the mask hides."""
-ATTENTION_KERNELS = {"flash-1": 0.5, "flash-2": 1.0, "flash-3": 1.75, "splash": 1.0}
-"""Speed beside FlashAttention-2: twice its first version's (arXiv 2307.08691); the third, and cuDNN's, are 1.5 to 2 times
-as fast on Hopper (arXiv 2407.08608)."""
+ATTENTION_KERNELS = {"flash-1": 0.5, "flash-2": 1.0}
+"""Speed beside FlashAttention-2, whose paper (arXiv 2307.08691) has it twice its first version's. A third, "newest", is the
+chip's own: its calibration says."""
 UNFUSED = "unfused"
 """Two products and a fused scale, mask and softmax between them, as before flash attention."""
 _SCORE_PASSES = (6.0, 8.0)
@@ -165,7 +165,8 @@ def _attention_seconds(job: Job, calibration: Calibration, speeds: _Rates) -> Se
         scores = 2 * tokens * job.seq_len * model.num_heads / speeds.memory
         return Seconds(forward, 2 * forward) * (1 / speeds.matmul_16) + Seconds(*_SCORE_PASSES) * scores
     flops = tokens * attention_flops_per_token(model, job.seq_len, causal=True) / model.num_layers
-    forward = flops * (1 + _TILE / job.seq_len) / (speeds.attention * ATTENTION_KERNELS[kernel])
+    speed = calibration.chip.newest_attention if kernel == "newest" else ATTENTION_KERNELS[kernel]
+    forward = flops * (1 + _TILE / job.seq_len) / (speeds.attention * speed)
     return Seconds(forward, _BACKWARD_ATTENTION * forward)
 
 

@@ -180,6 +180,8 @@ def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
     again = _recomputed_share(job) * (layer.matmul.forward + layer.attention.forward)
     if not job.remat_policy.keeps_all:
         again += layer.elementwise.forward
+    if calibration.framework.reruns_stages and stages > 1:
+        again += layer.matmul.forward + layer.attention.forward + layer.elementwise.forward
     head = head_seconds(job, calibration, speeds)
 
     def stage(layers: float, heads: float) -> _Stage:
