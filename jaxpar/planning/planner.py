@@ -99,11 +99,14 @@ class _Search:
 
     def run(self, top: int) -> Plan:
         rejections: list[Rejection] = []
-        count, nearest = 0, None
+        count = 0
+        nearest: Job | None = None
         for mesh in space.meshes(self._request):
             count += 1
-            if (rejection := space.obstacle(self._request, mesh)) is None and (nearest := self._admit(mesh)) is not None:
-                rejection = Rejection(mesh, "does not fit", _too_large(memory(nearest, self._convention)))
+            if (rejection := space.obstacle(self._request, mesh)) is None and (
+                nearest := self._admit(mesh)
+            ) is not None:
+                rejection = _too_large(mesh, memory(nearest, self._convention))
             if rejection is not None:
                 rejections.append(rejection)
         ranked: dict[tuple[int, ...], Choice] = {}
@@ -228,11 +231,9 @@ def _bubbles(
     return np.array([[bubble(kind, num_stages, m, chunks) for kind, chunks in schedules] for m in microbatches])
 
 
-def _too_large(found: Memory) -> str:
+def _too_large(mesh: Mapping[str, int], found: Memory) -> Rejection:
     fullest = found.fullest
     parts = {part: getattr(fullest, part) for part in PARTS}
-    most = max(parts, key=lambda part: parts[part])
-    return (
-        f"needs {fullest.total / GIB:,.1f} GiB at least, {(fullest.total - found.limit) / GIB:,.1f} too many; "
-        f"{parts[most] / GIB:,.1f} are {most}"
-    )
+    most, excess = max(parts, key=lambda part: parts[part]), fullest.total - found.limit
+    reason = f"needs {fullest.total / GIB:,.1f} GiB at least, {excess / GIB:,.1f} too many; {parts[most] / GIB:,.1f} are {most}"
+    return Rejection(mesh, "does not fit", reason, excess)

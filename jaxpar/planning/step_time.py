@@ -180,7 +180,7 @@ def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
     again = _recomputed_share(job) * (layer.matmul.forward + layer.attention.forward)
     if not job.remat_policy.keeps_all:
         again += layer.elementwise.forward
-    if calibration.framework.reruns_stages and stages > 1:
+    if calibration.framework.reruns_stages and stages > 1 and not job.pipeline_residuals:
         again += layer.matmul.forward + layer.attention.forward + layer.elementwise.forward
     head = head_seconds(job, calibration, speeds)
 
@@ -236,6 +236,22 @@ def _once(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger) ->
             seconds = share * _seconds(job, calibration, axes, rest, job.model.num_layers)
             exposed += ledger.charge(axes, seconds, window, 1)
     return exposed
+
+
+def job_traffic(job: Job) -> dict[str, float]:
+    """Bytes that each device moves per step, by mesh axis, "+" between joined ones: collectives' whole buffers, as
+    `traffic` counts them; under `pipe` a stage's share of what its layers move, and its hops."""
+    total: dict[str, float] = defaultdict(float)
+    weights, activations = _traffic(job)
+    share, times = 1 / job.mesh["pipe"], job.num_microbatches
+    for axes, ops in weights.items():
+        for op, size in ops.items():
+            total[axes] += share * size * (times if _gathers_each_time(job) and op != "all-reduce" else 1)
+    for axes, ops in activations.items():
+        total[axes] += share * times * sum(ops.values())
+    if job.mesh["pipe"] > 1:
+        total["pipe"] += times * 2 * job.chunks * _hop_bytes(job)
+    return dict(total)
 
 
 def _gathers_each_time(job: Job) -> bool:
@@ -331,10 +347,13 @@ def _expert_seconds(job: Job, calibration: Calibration) -> float:
 
 def _hop_seconds(job: Job, calibration: Calibration) -> float:
     """Activations into a stage's chunks and gradients out of them, of one microbatch."""
-    part = job.mesh["tensor"] if job.sequence_parallel else 1
-    num_bytes = job.microbatch_tokens / part * job.model.embed_dim * job.compute_bytes
     hops = 2 * job.chunks
-    return _seconds(job, calibration, "pipe", {"collective-permute": hops * num_bytes}, hops)
+    return _seconds(job, calibration, "pipe", {"collective-permute": hops * _hop_bytes(job)}, hops)
+
+
+def _hop_bytes(job: Job) -> float:
+    part = job.mesh["tensor"] if job.sequence_parallel else 1
+    return job.microbatch_tokens / part * job.model.embed_dim * job.compute_bytes
 
 
 def _update_seconds(job: Job, calibration: Calibration) -> float:
