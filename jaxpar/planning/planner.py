@@ -67,7 +67,8 @@ class _Table:
     fit."""
 
     setting: Setting
-    remat: str
+    remat: tuple[str, bool]
+    """See space.remats."""
     bytes: Float[np.ndarray, "M K"]
     seconds: Float[np.ndarray, "M K"]
 
@@ -95,7 +96,7 @@ class _Search:
         self._limit = memory_limit(request.cluster.chip, convention)
         self._ticket = itertools.count()
         self._heap: list[tuple[float, int, _Node]] = []
-        self._kernels: dict[tuple[int, int, int, int, str], tuple[float, float]] = {}
+        self._kernels: dict[tuple[int, int, int, int, tuple[str, bool]], tuple[float, float]] = {}
 
     def run(self, top: int) -> Plan:
         rejections: list[Rejection] = []
@@ -139,8 +140,8 @@ class _Search:
         nearest: tuple[_Table, int, int] | None = None
         for setting in space.settings(self._request, mesh):
             footprint = self._footprint(setting)
-            for remat in space.remats(self._request):
-                total = footprint.with_remat(remat).total.max(-1)
+            for remat in space.remats(self._request, mesh["pipe"]):
+                total = footprint.with_remat(*remat).total.max(-1)
                 least = float(total.min())
                 if least <= self._limit:
                     fits = True
@@ -178,14 +179,14 @@ class _Search:
             time = found.step + (each / idle[0] - 1) * found.bubble * late if idle[0] else found.step
             self._push(time, _Node(table, float(table.bytes[row, k]), row, (k,), is_known=True))
 
-    def _seconds(self, setting: Setting, remat: str) -> Float[np.ndarray, "M K"]:
+    def _seconds(self, setting: Setting, remat: tuple[str, bool]) -> Float[np.ndarray, "M K"]:
         """Least of a step, by microbatches and schedules: kernels, and the schedule's bubble."""
         stages, counts = setting.mesh["pipe"], space.microbatches(self._request, setting.mesh)
         slowest, mean = np.array([self._kernel_seconds(setting, count, remat) for count in counts]).T
         idle = _bubbles(stages, counts, space.schedules(self._request, stages))
         return (np.array(counts) * slowest)[:, None] + idle * mean[:, None]
 
-    def _kernel_seconds(self, setting: Setting, count: int, remat: str) -> tuple[float, float]:
+    def _kernel_seconds(self, setting: Setting, count: int, remat: tuple[str, bool]) -> tuple[float, float]:
         mesh = setting.mesh
         ranks = mesh["data"] * mesh["fsdp"] * mesh["expert"] * mesh["context"] * count
         key = ranks, mesh["expert"], mesh["tensor"], mesh["pipe"], remat
@@ -202,7 +203,7 @@ class _Search:
             space.schedules(self._request, mesh["pipe"]),
             self._convention.is_one_program,
         )
-        return Footprint(space.job(self._request, setting, 1, "none"), self._convention, cases)
+        return Footprint(space.job(self._request, setting, 1, ("none", False)), self._convention, cases)
 
     def _job(self, table: _Table, row: int, column: int) -> Job:
         mesh = table.setting.mesh

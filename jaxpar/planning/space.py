@@ -210,13 +210,24 @@ def _strategies(request: Request, mesh: Mapping[str, int]) -> list[ContextStrate
     return [ContextStrategy(kind="allgather", order=request.order), *exchanged]
 
 
-def remats(request: Request) -> tuple[str, ...]:
-    return REMATS if request.remat is None else (request.remat,)
+def remats(request: Request, num_stages: int) -> tuple[tuple[str, bool], ...]:
+    """Kinds of remat, each with whether a pipeline's stage keeps its residuals or runs its forward pass again."""
+    if request.remat is not None:
+        return ((request.remat, False), (request.remat, True))[: 2 if num_stages > 1 else 1]
+    if num_stages == 1:
+        return tuple((text, False) for text in REMATS)
+    return (*((text, True) for text in REMATS), ("none", False), ("full", False))
 
 
 def job(
-    request: Request, setting: Setting, num_microbatches: int, remat: str, pipeline: str = "1f1b", chunks: int = 1
+    request: Request,
+    setting: Setting,
+    num_microbatches: int,
+    remat: tuple[str, bool],
+    pipeline: str = "1f1b",
+    chunks: int = 1,
 ) -> Job:
+    """remat: one of `remats`."""
     return Job(
         request.model,
         request.cluster,
@@ -227,7 +238,8 @@ def job(
         precision=request.precision,
         pipeline=pipeline,
         chunks=chunks,
-        remat=remat,
+        remat=remat[0],
+        pipeline_residuals=remat[1],
         zero=setting.zero,
         reshard_after_forward=setting.reshard_after_forward,
         context=setting.context,
