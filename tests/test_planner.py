@@ -20,9 +20,9 @@ from models.config import ModelConfig
 from models.presets import preset
 
 SMALL = ModelConfig(
-    vocab_size=8192, embed_dim=4096, num_layers=8, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336
+    vocab_size=8192, embed_dim=4096, num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336
 )
-MIXTURE = SMALL.replace(num_experts=8, num_experts_per_token=2, expert_mlp_dim=7168)
+MIXTURE = SMALL.replace(num_experts=2, num_experts_per_token=2, expert_mlp_dim=7168)
 
 
 def layout_of(job) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def tried(request: Request, framework: str):
 
 @pytest.mark.parametrize(
     ("model", "devices", "batch_size", "framework"),
-    [(SMALL, 16, 32, "jaxpar"), (MIXTURE, 16, 16, "jaxpar"), (SMALL, 8, 16, "megatron-core")],
+    [(SMALL, 8, 4, "jaxpar"), (MIXTURE, 4, 4, "jaxpar"), (SMALL, 8, 2, "megatron-core")],
 )
 def test_the_search_finds_what_trying_everything_finds(model, devices, batch_size, framework):
     request = Request(model, load_cluster("dgx-h100"), devices, 16384, batch_size)
@@ -58,7 +58,7 @@ def test_the_search_finds_what_trying_everything_finds(model, devices, batch_siz
         best.setdefault(layout_of(job), seconds)
         if not front or size < front[-1][1]:
             front.append((seconds, size))
-    assert len(everything) > 1000
+    assert len(everything) > 500
     found = plan(request, top=6, framework=framework)
     assert [choice.time.step for choice in found.ranked] == pytest.approx(list(best.values())[:6], rel=1e-9)
     assert [layout_of(choice.job) for choice in found.ranked] == list(best)[:6]
@@ -151,7 +151,7 @@ def test_tables(capsys):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (("--model", "llama3-8"), "did you mean"),
+        (("--model", "llama3-8"), "nearest: llama3-8b"),
         (("--cluster", "dgx-h10"), "did you mean 'dgx-h100'"),
         (("--mesh", "fsdp=4"), "multiplies to 4, but there are 16 devices"),
         (("--batch-size", "30", "--microbatches", "4"), "take a divisor"),
@@ -160,7 +160,7 @@ def test_tables(capsys):
         (("--devices", "100000"), "take fewer"),
         (("--remat", "ful"), "must be one of"),
         (("--precision", "float4"), "choose one of"),
-        (("--framework", "megatrn"), "megatron"),
+        (("--framework", "megatrn"), "no framework is called"),
         (("--plot", "memory.pdf"), "ends in .png or .svg"),
         (("--model", "llama3-405b"), "nearest is"),
     ],

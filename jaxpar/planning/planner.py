@@ -21,7 +21,7 @@ from jaxtyping import Float
 
 from jaxpar.planning import space
 from jaxpar.planning.calibration import Calibration, calibration_table
-from jaxpar.planning.conventions import CONVENTIONS, Convention
+from jaxpar.planning.conventions import Convention, convention
 from jaxpar.planning.job import Job
 from jaxpar.planning.memory import PARTS, Cases, Footprint, Memory, memory, memory_limit
 from jaxpar.planning.schedules import bubble
@@ -87,7 +87,8 @@ class _Node:
 def plan(request: Request, top: int = 10, framework: str = "jaxpar") -> Plan:
     """The `top` fastest layouts that fit, and the front. Raises ValueError for what `Request.check` and predict do."""
     request.check()
-    return _Search(request, CONVENTIONS[framework], calibration_table().of(request.cluster.chip, framework)).run(top)
+    calibration = calibration_table().of(request.cluster.chip, framework)
+    return _Search(request, convention(framework), calibration).run(top)
 
 
 class _Search:

@@ -158,8 +158,9 @@ def obstacle(request: Request, mesh: Mapping[str, int]) -> Rejection | None:
 
 
 def schedules(request: Request, num_stages: int) -> tuple[tuple[str, int], ...]:
-    """Pairs of a pipeline's kind and its chunks. Layers divide over the parts, or do with embedding and head as two
-    more, of which the first and the last part have one each (Llama 3, arXiv 2407.21783, section 3.3.2)."""
+    """Pairs of a pipeline's kind and its chunks. Several chunks, if they are not asked for, only where layers divide over
+    them, or do with embedding and head as two more (Llama 3, arXiv 2407.21783, section 3.3.2): a part that has one layer
+    more than others makes them wait, and the more parts, the longer."""
     return _schedules(request.model.num_layers, num_stages, request.pipeline, request.chunks)
 
 
@@ -168,14 +169,15 @@ def _schedules(num_layers: int, num_stages: int, kind: str | None, chunks: int |
     if num_stages == 1:
         return ((kind or "1f1b", 1),) if chunks in (None, 1) else ()
 
-    def divides(parts: int) -> bool:
+    def is_even(parts: int) -> bool:
         return num_layers % parts == 0 or (num_layers + 2) % parts == 0 and parts > 2
 
     found = []
     for name in PIPELINES if kind is None else (kind,):
         least, most = KINDS[name].chunks
         for count in range(least, min(most or num_layers, (num_layers + 2) // num_stages) + 1):
-            if divides(num_stages * count) and chunks in (None, count):
+            fits = is_even(num_stages * count) or count in (1, chunks) and num_stages * count <= num_layers
+            if fits and chunks in (None, count):
                 found.append((name, count))
     return tuple(found)
 
