@@ -129,7 +129,9 @@ def test_uneven_stages_leave_the_ends_a_layer_less():
     ends, middle = found.stages[0], found.stages[8]
     assert ends.activations < found.stages[1].activations
     assert middle.optimizer * 7 / 8 < ends.optimizer < middle.optimizer * 1.2
-    assert len({stage.total for stage in memory(job).stages}) == 1  # one program: all stages have the fullest one's arrays
+    assert (
+        len({stage.total for stage in memory(job).stages}) == 1
+    )  # one program: all stages have the fullest one's arrays
 
 
 def test_parts_add_up():

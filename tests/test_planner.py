@@ -89,7 +89,7 @@ def test_what_falls_out_says_why():
     request = Request(preset("llama3-405b"), load_cluster("dgx-h100"), 64, 8192, 64)
     found = plan(request, top=1)
     reasons = {rejection.kind: rejection for rejection in found.rejections}
-    assert "GB/s and not 450" in reasons["crosses a slow link"].reason
+    assert "GB/s, not 450" in reasons["crosses a slow link"].reason
     assert reasons["crosses a slow link"].mesh["tensor"] > 8
     too_large = reasons["does not fit"]
     assert "GiB at least" in too_large.reason

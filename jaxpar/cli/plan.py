@@ -13,8 +13,8 @@ from meshes import parse_mesh
 from meshes.clusters import load_cluster
 from models.presets import load_model
 
-_HELP = """Find how to lay a model on a cluster: which mesh, schedule, microbatches, remat and ZeRO stage are fastest and
-fit, and why the others fell out. With --mesh: what that mesh needs and takes, at its best."""
+_HELP = """Find how to lay a model on a cluster: which mesh, schedule, microbatches, remat and ZeRO stage are fastest
+and fit, and why the others fell out. With --mesh: what that mesh needs and takes, at its best."""
 _NUM_EXAMPLES = 3
 _NUM_FRONT = 6
 

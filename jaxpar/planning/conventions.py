@@ -101,8 +101,8 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
             ),
             Convention(
                 "torchtitan",
-                "FSDP2: float32 parameters, gradients and moments, all cut; logits in bfloat16, then float32; selective "
-                "keeps attention and every other product",
+                "FSDP2: float32 parameters, gradients and moments, all cut; logits in bfloat16, then float32; "
+                "selective keeps attention and every other product",
                 4,
                 4,
                 8,
@@ -120,8 +120,8 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
             ),
             Convention(
                 "llama3",
-                "arXiv 2407.21783, section 3.3: float32 gradients, reduce-scattered; tensors that can be made again without "
-                "a product taken as deallocated, without which its layouts exceed 80 GB",
+                "arXiv 2407.21783, section 3.3: float32 gradients, reduce-scattered; tensors that can be made again "
+                "without a product taken as deallocated, without which its layouts exceed 80 GB",
                 2,
                 4,
                 12,

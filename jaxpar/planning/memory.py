@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxpar.parallel.axes import PARAMETER_RULES
-from jaxpar.parallel.pipeline.schedule import part_of
+from jaxpar.parallel.pipeline.schedule import Placement, part_of
 from jaxpar.parallel.remat import Remat
 from jaxpar.planning.activations import (
     LayerBytes,
@@ -71,8 +71,13 @@ class StageMemory:
         def one(numbers: Numbers) -> float:
             return float(np.broadcast_to(numbers, shape)[case])
 
-        parts = (one(getattr(self, part)) for part in PARTS[:-1])
-        return StageMemory(*parts, {name: one(numbers) for name, numbers in self.others.items()})
+        return StageMemory(
+            one(self.parameters),
+            one(self.gradients),
+            one(self.optimizer),
+            one(self.activations),
+            {name: one(numbers) for name, numbers in self.others.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,8 @@ def _stages(
     counts = [most] * parts
     for i in range(most * parts - num_layers):
         counts[i // 2 if i % 2 else -1 - i // 2] -= 1
-    placement, chunks = "v" if is_v else "loop", range(num_chunks)
+    placement: Placement = "v" if is_v else "loop"
+    chunks = range(num_chunks)
     held = [[part_of(placement, num_stages, stage, c) for c in chunks] for stage in range(num_stages)]
     layers = [float(sum(counts[part] for part in own)) for own in held]
     return layers, [0 in own for own in held], [parts - 1 in own for own in held]
@@ -207,7 +213,7 @@ class Footprint:
     def with_remat(self, text: str, residuals: bool = False) -> StageMemory:
         """residuals: whether a pipeline's stage keeps them, where it can be asked not to. Raises ValueError for what is
         no kind of remat."""
-        job, convention, layers, fixed = self._job, self._convention, self._cases.layers, self._fixed
+        job, convention, layers = self._job, self._convention, self._cases.layers
         names = convention.selective if text == SELECTIVE else None
         remat = Remat(saves=names) if names else job.replace(remat=text).remat_policy
         per_pass = layers / self._cases.chunks if convention.is_one_program else layers
@@ -221,7 +227,8 @@ class Footprint:
             rest = layers % remat.every
             others["compiler's copies"] = np.where(rest > 0, 4 * self._layer.kept * (layers - rest), 0.0)
         if residuals:
-            kept = kept * self._cases.held * self._cases.chunks
+            # One more than are held at once: a chunk's before they are put to the others.
+            kept = kept * (self._cases.held * self._cases.chunks + 1)
         return self._sum(kept + again, others)
 
     def _sum(self, activations: Numbers, others: Mapping[str, Numbers]) -> StageMemory:
@@ -230,7 +237,8 @@ class Footprint:
         return StageMemory(fixed.parameters, fixed.gradients, fixed.optimizer, activations, merged)
 
     def _kept(self, remat: Remat, num_layers: Numbers, text: str) -> tuple[Numbers, Numbers]:
-        """By a microbatch's forward pass through so many layers; and by its backward pass, one group being made again."""
+        """By a microbatch's forward pass through so many layers; and by its backward pass, for the group that is made
+        again."""
         job, convention = self._job, self._convention
         kept = "fused" if text == SELECTIVE and convention.kept == "scores" else convention.kept
         if remat.keeps_all or remat.every > 1:
@@ -302,8 +310,8 @@ class Footprint:
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
 
     def _of_stage(self, parameters: Numbers, optimizer: Numbers) -> StageMemory:
-        """Under `pipe`: weights gathered for the whole step, those of both ends on every stage, and as much in float32 of
-        their gradients; one chunk's own gradients beside them."""
+        """Under `pipe`: weights gathered for the whole step, those of both ends on every stage, and as much in float32
+        of their gradients; one chunk's own gradients beside them."""
         job, short, of, cases = self._job, self._job.compute_bytes, self._of, self._cases
         ends = (self._embedding.whole + self._head.whole) * (job.mesh["pipe"] if self._convention.is_one_program else 1)
         whole, part = self._own.whole + ends, self._own.whole / cases.chunks

@@ -1,7 +1,7 @@
 """The search for a layout: exact, without trying them all.
 
-A job's step takes at least its kernels and its schedule's bubble, which are quickly told, as is its memory. What a mesh
-leaves open waits in a heap by the least time of all that fits: first one setting with one kind of remat, which is opened
+A job's step takes at least its kernels and its schedule's bubble, which are quickly told, as is its memory. What a
+mesh leaves open waits in a heap by the least time of all that fits: first one setting with one kind of remat, opened
 into numbers of microbatches and chunks, these into schedules, whose time is predicted. What comes out of the heap with
 a predicted time is the fastest that is left. So layouts are found in order of their best time, and with them the front
 of time and memory: a job is on it if it takes less memory than all that came before. What is neither of a layout that
@@ -41,7 +41,7 @@ class Choice:
 
     @property
     def bytes(self) -> float:
-        return self.memory.fullest.total
+        return float(self.memory.fullest.total)
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Plan:
     """What was found, fastest first."""
 
     ranked: tuple[Choice, ...]
-    """The best of each way to cut the model: of meshes that differ in how `data` and `fsdp` share what is left, which is
-    a setting like ZeRO, one. Of a mesh that was asked for and does not fit, what comes nearest."""
+    """The best of each way to cut the model: of meshes that differ in how `data` and `fsdp` share what is left, which
+    is a setting like ZeRO, one. Of a mesh that was asked for and does not fit, what comes nearest."""
     front: tuple[Choice, ...]
     """Of all, each faster than those that take less memory."""
     rejections: tuple[Rejection, ...]
@@ -142,7 +142,7 @@ class _Search:
         for setting in space.settings(self._request, mesh):
             footprint = self._footprint(setting)
             for remat in space.remats(self._request, mesh["pipe"]):
-                total = footprint.with_remat(*remat).total.max(-1)
+                total = np.max(footprint.with_remat(*remat).total, axis=-1)
                 least = float(total.min())
                 if least <= self._limit:
                     fits = True
@@ -152,7 +152,7 @@ class _Search:
                 elif not fits and least < smallest:
                     row, column = np.unravel_index(total.argmin(), total.shape)
                     smallest, nearest = least, (_Table(setting, remat, total, total), int(row), int(column))
-                if footprint.least.min() > self._limit:
+                if np.min(footprint.least) > self._limit:
                     break
         assert fits or nearest is not None
         return None if fits or nearest is None else self._job(*nearest)
@@ -236,6 +236,7 @@ def _bubbles(
 def _too_large(mesh: Mapping[str, int], found: Memory) -> Rejection:
     fullest = found.fullest
     parts = {part: getattr(fullest, part) for part in PARTS}
-    most, excess = max(parts, key=lambda part: parts[part]), fullest.total - found.limit
-    reason = f"needs {fullest.total / GIB:,.1f} GiB at least, {excess / GIB:,.1f} too many; {parts[most] / GIB:,.1f} are {most}"
+    most, excess = max(parts, key=lambda part: parts[part]), float(fullest.total) - found.limit
+    needs, over, most_of = (size / GIB for size in (fullest.total, excess, parts[most]))
+    reason = f"needs {needs:,.1f} GiB at least, {over:,.1f} too many; {most_of:,.1f} are {most}"
     return Rejection(mesh, "does not fit", reason, excess)

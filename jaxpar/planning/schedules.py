@@ -44,7 +44,7 @@ class Stashes:
     where microbatches are few."""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def stashes(kind: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Stashes:
     """Raises KeyError for a kind that cannot be run by one program on all stages."""
     after = np.arange(num_stages)[::-1].astype(float)  # stages behind this one

@@ -105,7 +105,7 @@ def shares(config: ModelConfig, mesh: Mapping[str, int]) -> Shares:
     return _shares(config, tuple(mesh[axis] for axis in MESH_AXES))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _shares(config: ModelConfig, sizes: tuple[int, ...]) -> Shares:
     mesh = dict(zip(MESH_AXES, sizes, strict=True))
 

@@ -57,11 +57,13 @@ class Request:
                 raise ValueError(f"{name} {value} is not positive; take at least 1")
         if self.num_devices > self.cluster.num_devices:
             raise ValueError(
-                f"--devices {self.num_devices} exceeds the {self.cluster.num_devices} of {self.cluster.name}; take fewer"
+                f"--devices {self.num_devices} exceeds {self.cluster.name}, which has {self.cluster.num_devices}; take "
+                "fewer"
             )
         if self.mesh is not None and math.prod(self.mesh.values()) != self.num_devices:
             raise ValueError(
-                f"--mesh has {math.prod(self.mesh.values())} devices, --devices says {self.num_devices}; make them equal"
+                f"--mesh has {math.prod(self.mesh.values())} devices, --devices says {self.num_devices}; make them "
+                "equal"
             )
         if self.pipeline is not None and self.pipeline not in PIPELINES:
             raise ValueError(f"--pipeline {self.pipeline} cannot be planned; take one of {', '.join(PIPELINES)}")
@@ -69,7 +71,8 @@ class Request:
             raise ValueError(f"--zero {self.zero} is no stage of ZeRO; take 1, 2 or 3")
         if self.batch_size % (self.num_microbatches or 1):
             raise ValueError(
-                f"--batch-size {self.batch_size} is not divisible by --microbatches {self.num_microbatches}; take a divisor"
+                f"--batch-size {self.batch_size} is not divisible by --microbatches {self.num_microbatches}; take a "
+                "divisor"
             )
         return self
 
@@ -139,7 +142,7 @@ def obstacle(request: Request, mesh: Mapping[str, int]) -> Rejection | None:
         slow, fast = (level.bandwidth / 1e9 for level in (beyond, innermost))
         return cannot(
             "crosses a slow link",
-            f"tensor={tensor} crosses from one {innermost.name} of {innermost.size} to another, at {slow:.0f} GB/s and not "
+            f"tensor={tensor} crosses from one {innermost.name} of {innermost.size} to another, at {slow:.0f} GB/s, not "
             f"{fast:.0f}",
         )
     parts = math.lcm(multiple(request.order, context), context * tensor)
@@ -158,9 +161,9 @@ def obstacle(request: Request, mesh: Mapping[str, int]) -> Rejection | None:
 
 
 def schedules(request: Request, num_stages: int) -> tuple[tuple[str, int], ...]:
-    """Pairs of a pipeline's kind and its chunks. Several chunks, if they are not asked for, only where layers divide over
-    them, or do with embedding and head as two more (Llama 3, arXiv 2407.21783, section 3.3.2): a part that has one layer
-    more than others makes them wait, and the more parts, the longer."""
+    """Pairs of a pipeline's kind and its chunks. Several chunks, if they are not asked for, only where layers divide
+    over them, or do with embedding and head as two more (Llama 3, arXiv 2407.21783, section 3.3.2): a part that has one
+    layer more than others makes them wait, and the more parts, the longer."""
     return _schedules(request.model.num_layers, num_stages, request.pipeline, request.chunks)
 
 
@@ -170,13 +173,13 @@ def _schedules(num_layers: int, num_stages: int, kind: str | None, chunks: int |
         return ((kind or "1f1b", 1),) if chunks in (None, 1) else ()
 
     def is_even(parts: int) -> bool:
-        return num_layers % parts == 0 or (num_layers + 2) % parts == 0 and parts > 2
+        return num_layers % parts == 0 or (parts > 2 and (num_layers + 2) % parts == 0)
 
     found = []
     for name in PIPELINES if kind is None else (kind,):
         least, most = KINDS[name].chunks
         for count in range(least, min(most or num_layers, (num_layers + 2) // num_stages) + 1):
-            fits = is_even(num_stages * count) or count in (1, chunks) and num_stages * count <= num_layers
+            fits = is_even(num_stages * count) or (count in (1, chunks) and num_stages * count <= num_layers)
             if fits and chunks in (None, count):
                 found.append((name, count))
     return tuple(found)
@@ -187,7 +190,9 @@ def settings(request: Request, mesh: Mapping[str, int]) -> Iterator[Setting]:
     given; ZeRO-2 does not go with `pipe`, where weights are gathered once a step whatever they are cut over."""
     for zero in (request.zero,) if request.zero else (3, 1, 2):
         is_cut = zero == 3 and mesh["fsdp"] * mesh["expert"] * mesh["context"] > 1
-        if zero < 3 and (mesh["fsdp"] > 1 and request.mesh is None or zero == 2 and mesh["pipe"] > 1):
+        if zero < 3 and mesh["fsdp"] > 1 and request.mesh is None:
+            continue
+        if zero == 2 and mesh["pipe"] > 1:
             continue
         for reshard in (True, False) if is_cut and mesh["pipe"] == 1 else (False,):
             for context in _strategies(request, mesh):

@@ -247,8 +247,8 @@ def job_traffic(job: Job) -> dict[str, float]:
     for axes, ops in weights.items():
         for op, size in ops.items():
             total[axes] += share * size * (times if _gathers_each_time(job) and op != "all-reduce" else 1)
-    for axes, ops in activations.items():
-        total[axes] += share * times * sum(ops.values())
+    for axes, sizes in activations.items():
+        total[axes] += share * times * sum(sizes.values())
     if job.mesh["pipe"] > 1:
         total["pipe"] += times * 2 * job.chunks * _hop_bytes(job)
     return dict(total)
