@@ -107,7 +107,8 @@ def memory(job: Job, convention: Convention = JAXPAR) -> Memory:
     )
     found = Footprint(job, convention, cases).with_remat(job.remat)
     return Memory(
-        tuple(found.at((0, 0, stage), cases.shape) for stage in range(cases.shape[-1])), memory_limit(job.cluster.chip, convention)
+        tuple(found.at((0, 0, stage), cases.shape) for stage in range(cases.shape[-1])),
+        memory_limit(job.cluster.chip, convention),
     )
 
 
@@ -150,13 +151,13 @@ class Cases:
         # The last part makes a gradient in its forward pass, which then waits for all of the others.
         waits = np.array([kind in ("gpipe", "looped-bfs") for kind, _ in schedules])[None, :, None]
         slots = np.where(waits, 2 * held * chunks, held * chunks + 2) + 2 if num_stages > 1 else np.zeros_like(held)
-        return Cases(
-            np.array(microbatches, float)[:, None, None], chunks, layers, has_embedding, has_head, held, slots
-        )
+        return Cases(np.array(microbatches, float)[:, None, None], chunks, layers, has_embedding, has_head, held, slots)
 
 
 @functools.cache
-def _stages(num_layers: int, num_stages: int, num_chunks: int, is_v: bool) -> tuple[list[float], list[bool], list[bool]]:
+def _stages(
+    num_layers: int, num_stages: int, num_chunks: int, is_v: bool
+) -> tuple[list[float], list[bool], list[bool]]:
     """Of each stage: its layers, whether it has the embedding, and the head. Where layers do not divide, the last part
     and the first have one fewer, then the next ones from both ends: head and embedding take their place (Llama 3, arXiv
     2407.21783, section 3.3.2)."""
@@ -248,7 +249,11 @@ class Footprint:
         others: dict[str, Numbers] = {
             "working": working_bytes(job, of),
             "reserved": float(convention.reserved),
-            "logits": convention.logit_bytes * of.tokens * job.model.vocab_size / job.mesh["tensor"] * self._cases.has_head,
+            "logits": convention.logit_bytes
+            * of.tokens
+            * job.model.vocab_size
+            / job.mesh["tensor"]
+            * self._cases.has_head,
         }
         if self._is_cut:
             # A whole stage's weights, or two layers', one of them ahead of time; and a layer's whole gradient.

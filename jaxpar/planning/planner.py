@@ -91,7 +91,9 @@ class _Search:
         rejections, count, nearest = [], 0, None
         for mesh in space.meshes(self._request):
             count += 1
-            if (rejection := space.obstacle(self._request, mesh)) is None and (nearest := self._admit(mesh)) is not None:
+            if (rejection := space.obstacle(self._request, mesh)) is None and (
+                nearest := self._admit(mesh)
+            ) is not None:
                 rejection = Rejection(mesh, "does not fit", _too_large(nearest.memory))
             if rejection is not None:
                 rejections.append(rejection)

@@ -87,7 +87,11 @@ def _vectors(config: ModelConfig) -> Iterator[Dims]:
     per_norm = 2 if config.norm == "layernorm" else 1
     yield (("vector", 2 * per_norm * embed + (2 * head_dim if config.qk_norm else 0)),)
     if config.qkv_bias:
-        for name, heads in ("heads", config.num_heads), ("kv_heads", config.num_kv_heads), ("kv_heads", config.num_kv_heads):
+        for name, heads in (
+            ("heads", config.num_heads),
+            ("kv_heads", config.num_kv_heads),
+            ("kv_heads", config.num_kv_heads),
+        ):
             yield ((name, heads), ("head_dim", head_dim))
     if config.attention_output_bias:
         yield (("vector", embed),)

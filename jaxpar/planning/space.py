@@ -151,9 +151,7 @@ def obstacle(request: Request, mesh: Mapping[str, int]) -> Rejection | None:
             "indivisible: batch", f"{request.batch_size} sequences do not divide over {ranks} ranks of the batch{times}"
         )
     if not schedules(request, mesh["pipe"]):
-        return cannot(
-            "indivisible: layers", f"{model.num_layers} layers do not divide evenly over pipe={mesh['pipe']}"
-        )
+        return cannot("indivisible: layers", f"{model.num_layers} layers do not divide evenly over pipe={mesh['pipe']}")
     return None
 
 
