@@ -97,8 +97,10 @@ class ParallelConfig:
     state, 1: optimizer state alone."""
     sequence_parallel: Annotated[bool, _alias("sequence-parallel")] = True
     """Cut the sequence over `tensor` between blocks; no effect at tensor=1."""
-    reshard_after_forward: Annotated[bool, _alias("reshard-after-forward")] = True
-    """Gather FSDP's weights again for the backward pass (three transfers a step) or keep them (two)."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Gather FSDP's weights again for the backward pass, three transfers a step (`--reshard-after-forward`), or keep
+    them, two (`--no-reshard-after-forward`). In a pipeline: for each microbatch, or once a step. auto: gather again,
+    but in a pipeline once."""
     remat: Annotated[str, _alias("remat")] = "full"
     """What the backward pass recomputes: none; full (all but each layer's input); every=K or sqrt (all but every K-th,
     or sqrt(layers)-th, layer's input); dots (all but matmuls); save=NAME,NAME (all but these); offload (as full,
@@ -118,6 +120,11 @@ class ParallelConfig:
     interleaved-1f1b, looped-bfs, zb-v, dualpipe-v. `jaxpar schedule` draws them."""
     chunks: Annotated[int, _alias("chunks")] = 1
     """Parts of the model that a stage of `pipe` holds, each of as many layers."""
+    pipeline_residuals: Annotated[bool, _alias("pipeline-residuals")] = False
+    """Keep what a stage's backward pass needs, as `--remat` has it, from its forward pass on, in place of its input."""
+    spread_head: Annotated[bool, _alias("spread-head")] = False
+    """Embedding and head are the work of all stages together, each with its part of the vocabulary, in place of the
+    first stage's and the last one's."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +263,8 @@ _SHORTHANDS = {
     "--resume": ["--run.resume", "require"],
     "--no-resume": ["--run.resume", "never"],
     "--sliding-window": ["--model.sliding-window"],
+    "--reshard-after-forward": ["--parallel.reshard-after-forward", "always"],
+    "--no-reshard-after-forward": ["--parallel.reshard-after-forward", "never"],
 }
 
 

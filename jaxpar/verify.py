@@ -140,13 +140,13 @@ def compare(config: Config) -> dict[str, Any]:
     batch = random_batch(config)
 
     want_params = reference.init(config.run.seed)
-    want_loss, want = jax.jit(lambda p, b: loss_and_grads(reference, p, b)[:2])(want_params, batch)
+    want_reported, want = jax.jit(lambda p, b: loss_and_grads(reference, p, b)[:2])(want_params, batch)
     params = model.init(config.run.seed)
     with jax.set_mesh(mesh):
         sharding = model.layout.sharding(model.layout.stacked_batch_spec())
         ordered = batch.in_order(model.layout.sequence_order(config.data.seq_len))
         placed = jax.tree.map(lambda x: jax.device_put(x, sharding), ordered)
-        loss, grads = jax.jit(lambda p, b: loss_and_grads(model, p, b)[:2])(params, placed)
+        reported, grads = jax.jit(lambda p, b: loss_and_grads(model, p, b)[:2])(params, placed)
     errors = gradient_errors(true_sizes(model, grads), true_sizes(reference, want))
     worst = max(errors, key=lambda name: errors[name])
     equal = jax.tree.map(
@@ -154,7 +154,7 @@ def compare(config: Config) -> dict[str, Any]:
     )
     return {
         "init_bitwise_equal": all(equal.values()),
-        "loss_error": abs(float(loss) / float(want_loss) - 1),
+        "loss_error": abs(float(reported.loss) / float(want_reported.loss) - 1),
         "max_gradient_error": errors[worst],
         "worst_parameter": worst,
     }
@@ -262,7 +262,7 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
         compute_bytes=dtypes.compute.itemsize,
         reduce_bytes=dtypes.reduce.itemsize,
         sequence_parallel=config.parallel.sequence_parallel,
-        reshard_after_forward=config.parallel.reshard_after_forward,
+        reshard_after_forward=setup.reshards(config.parallel.reshard_after_forward, mesh["pipe"]),
         remat=config.parallel.remat,
         zero=config.parallel.zero,
         context=ContextStrategy.parse(

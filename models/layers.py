@@ -169,7 +169,8 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)). Beside x it gives what a layer tells of itself, by
+    name."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.attention_norm = Norm(config, config.embed_dim, RESIDUAL, rngs, dtype)
@@ -179,7 +180,7 @@ class Block(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B S D"], rope: Rope | None, tokens: Tokens, layout: Layout
-    ) -> Float[Array, "B S D"]:
+    ) -> tuple[Float[Array, "B S D"], dict[str, Array]]:
         x = layout.named("block_input", x)
         x = x + self.attention(self.attention_norm(x, layout), rope, tokens, layout)
-        return x + self.mlp(self.mlp_norm(x, layout), layout)
+        return x + self.mlp(self.mlp_norm(x, layout), layout), {}

@@ -38,6 +38,20 @@ _QWEN2_5_TIED = _QWEN2_5.replace(vocab_size=151936, tie_embeddings=True)
 _QWEN3 = ModelConfig(vocab_size=151936, max_seq_len=40960, norm_eps=1e-6, rope_theta=1_000_000.0, qk_norm=True)
 _MISTRAL = ModelConfig(vocab_size=32000, max_seq_len=32768, sliding_window=4096)
 
+_MIXTRAL = _MISTRAL.replace(sliding_window=None, rope_theta=1_000_000.0, num_experts=8)
+_QWEN3_MOE = _QWEN3.replace(num_experts=128, num_experts_per_token=8, balancing_loss_weight=0.001)
+_OLMOE = ModelConfig(
+    vocab_size=50304,
+    max_seq_len=4096,
+    qk_norm=True,
+    qk_norm_over="heads",
+    num_experts=64,
+    num_experts_per_token=8,
+    expert_mlp_dim=1024,
+    normalize_expert_weights=False,
+    router_z_loss_weight=0.001,
+)
+
 _8B = (4096, 32, 32, 8, 128, 14336)
 _70B = (8192, 80, 64, 8, 128, 28672)
 _405B = (16384, 126, 128, 8, 128, 53248)
@@ -105,6 +119,15 @@ _FAMILIES: tuple[tuple[ModelConfig, dict[str, tuple[int, ...]]], ...] = (
         },
     ),
     (_MISTRAL, {"mistral-7b": _8B}),
+    (ModelConfig(num_experts=8), {"tiny-moe": (128, 4, 8, 4, 16, 256)}),
+    (_MIXTRAL.replace(expert_mlp_dim=14336, balancing_loss_weight=0.02), {"mixtral-8x7b": _8B}),
+    (
+        _MIXTRAL.replace(max_seq_len=65536, expert_mlp_dim=16384, balancing_loss_weight=0.001),
+        {"mixtral-8x22b": (6144, 56, 48, 8, 128, 16384)},
+    ),
+    (_QWEN3_MOE.replace(expert_mlp_dim=768), {"qwen3-30b-a3b": (2048, 48, 32, 4, 128, 6144)}),
+    (_QWEN3_MOE.replace(expert_mlp_dim=1536), {"qwen3-235b-a22b": (4096, 94, 64, 4, 128, 12288)}),
+    (_OLMOE, {"olmoe-1b-7b": (2048, 16, 16, 16, 128, 1024)}),
 )
 
 _PRESETS = {
@@ -112,7 +135,13 @@ _PRESETS = {
     for common, table in _FAMILIES
     for name, sizes in table.items()
 }
-_OTHER_NAMES = {"gpt3": "gpt3-175b", "mistral-7b-v0.1": "mistral-7b"}
+_OTHER_NAMES = {
+    "gpt3": "gpt3-175b",
+    "mistral-7b-v0.1": "mistral-7b",
+    "mixtral-8x7b-v0.1": "mixtral-8x7b",
+    "mixtral-8x22b-v0.1": "mixtral-8x22b",
+    "olmoe-1b-7b-0924": "olmoe-1b-7b",
+}
 
 
 def preset_names() -> list[str]:

@@ -1,5 +1,7 @@
 """The decoder: embedding, a stack of blocks, head. Single-device Flax but for the `Layout` that it is called with."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,23 @@ from jaxpar.parallel.vocab import Objective
 from models.config import ModelConfig
 from models.layers import RESIDUAL, Block, Norm, Rope
 from models.parameters import Initializer, declare, normal
+
+Told = dict[str, Array]
+"""What layers tell of themselves beside their output, by name, with a leading layers dim: sums over the tokens.
+`auxiliary_loss` is minimised too."""
+
+
+class Reported(NamedTuple):
+    """Beside what is minimised."""
+
+    loss: Float[Array, ""]
+    """The cross-entropy alone, sum(loss_weights * cross-entropy)."""
+    told: Told
+
+
+def auxiliary_loss(told: Told, dtype: jnp.dtype) -> Float[Array, ""]:
+    """What layers add to what is minimised."""
+    return jnp.sum(told["auxiliary_loss"]).astype(dtype) if "auxiliary_loss" in told else jnp.zeros((), dtype)
 
 
 def _rows_then_zeros(init: Initializer, num_rows: int, dim: int) -> Initializer:
@@ -70,7 +89,9 @@ class Transformer(nnx.Module):
         x = layout.lookup(self.embedding, batch.tokens)
         return x + layout.lookup(self.position_embedding, batch.positions) if self._has_learned_positions else x
 
-    def stack(self, blocks: PyTree, x: Float[Array, "B S D"], batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
+    def stack(
+        self, blocks: PyTree, x: Float[Array, "B S D"], batch: Batch, layout: Layout
+    ) -> tuple[Float[Array, "B S D"], Told]:
         """Through some of the blocks, which are given as their parameters, stacked."""
         rope = None if self._has_learned_positions else Rope.at(self.config, batch.positions, x.dtype)
         tokens = layout.sequence(batch)
@@ -91,19 +112,22 @@ class Transformer(nnx.Module):
             objective,
         )
 
-    def hidden(self, batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
-        """The output of the last block."""
+    def hidden(self, batch: Batch, layout: Layout) -> tuple[Float[Array, "B S D"], Told]:
+        """The output of the last block, and what all of them told."""
         return layout.through_stages(
             lambda blocks, x: self.stack(blocks, x, batch, layout), nnx.state(self.blocks), self.embed(batch, layout)
         )
 
-    def loss(self, batch: Batch, layout: Layout, objective: Objective) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """`head_loss` of all blocks."""
-        return self.head_loss(self.hidden(batch, layout), batch, layout, objective)
+    def loss(self, batch: Batch, layout: Layout, objective: Objective) -> tuple[Float[Array, ""], Reported]:
+        """(what is minimised, what is reported); see `head_loss`."""
+        x, told = self.hidden(batch, layout)
+        minimised, cross_entropy = self.head_loss(x, batch, layout, objective)
+        return minimised + auxiliary_loss(told, minimised.dtype), Reported(cross_entropy, told)
 
     def logits_at(self, batch: Batch, place: Int[Array, ""], layout: Layout) -> Float[Array, "B V"]:
         """Scores of the token after that at a place of the arrays, in at least float32; padding scores -inf."""
-        logits = layout.logits_at(self.final_norm(self.hidden(batch, layout), layout), self._head(layout), place)
+        x, _ = self.hidden(batch, layout)
+        logits = layout.logits_at(self.final_norm(x, layout), self._head(layout), place)
         in_vocab = jnp.arange(logits.shape[1]) < self.config.vocab_size
         return jnp.where(in_vocab[None], logits.astype(widened(logits.dtype)), -jnp.inf)
 

@@ -21,6 +21,7 @@ from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.kinds import KINDS, make
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.pipeline.schedule import Op
+from jaxpar.parallel.product import product
 from jaxpar.training import optimizers, setup
 from jaxpar.training.checkpoints.checkpoint import Checkpoints
 from jaxpar.training.evaluate import make_eval_step
@@ -46,7 +47,17 @@ def with_layers(num_layers: int, model: str, mesh: str = "", **parallel):
         ("pipe=2,fsdp=2,tensor=2", {"pipeline": "1f1b", "grad_accumulation": 4}, "qwen"),
         ("data=2,pipe=2,tensor=2", {"pipeline": "zb-h1", "grad_accumulation": 2, "zero": 1}, "gpt2"),
         ("pipe=2,context=2", {"pipeline": "gpipe", "grad_accumulation": 4, "sequence_parallel": False}, "tiny"),
-        ("pipe=2,fsdp=2", {"pipeline": "zb-v", "grad_accumulation": 4, "remat": "none"}, "tiny"),
+        (
+            "pipe=2,fsdp=2",
+            {"pipeline": "zb-v", "grad_accumulation": 4, "remat": "none", "pipeline_residuals": True},
+            "tiny",
+        ),
+        (
+            "pipe=2,fsdp=2,tensor=2",
+            {"pipeline": "zb-h1", "grad_accumulation": 4, "spread_head": True, "reshard_after_forward": "always"},
+            "qwen",
+        ),
+        ("pipe=2,data=2", {"pipeline": "1f1b", "grad_accumulation": 2, "spread_head": True, "zero": 1}, "gpt2"),
         pytest.param(
             "pipe=2,context=2",
             {"pipeline": "interleaved-1f1b", "chunks": 2, "context_strategy": "ulysses"},
@@ -86,18 +97,20 @@ WIDTH, ROWS = 4, 3
 
 
 def functions(count=lambda name: None) -> executor.Functions:
-    def layer(x, weight):
-        return jnp.sin(x @ weight), None
+    def stage(layers, x, microbatch, part):
+        def layer(x, weight):
+            x = jnp.sin(product("rd,de->re", x, weight))
+            return x, jnp.sum(microbatch["weights"][:, None] * jnp.square(x))
 
-    def stage(layers, x, microbatch):
         count("stage")
-        return jax.lax.scan(layer, x, layers)[0]
+        x, told = jax.lax.scan(layer, x, layers)
+        return x, jnp.sum(told), {"squares": told}
 
     def head(ends, x, microbatch):
         loss = jnp.sum(microbatch["weights"][:, None] * jnp.square(x @ ends["head"]))
         return loss, 2 * loss
 
-    return executor.Functions(lambda ends, microbatch: ends["table"][microbatch["ids"]], stage, head)
+    return executor.Functions(lambda ends, microbatch: ends["table"][microbatch["ids"]], stage, head, are_weights=True)
 
 
 def toy(num_layers: int, num_microbatches: int):
@@ -108,22 +121,24 @@ def toy(num_layers: int, num_microbatches: int):
     return ends, layers, {"ids": rng.integers(0, 5, shape), "weights": rng.random(shape)}
 
 
-def by_pipeline(schedule, functions, ends, layers, batch, fill):
-    """(reported, gradients), layers in order."""
+def by_pipeline(schedule, functions, ends, layers, batch, fill, keeps_residuals=False):
+    """(reported, told, gradients), layers in order."""
     mesh = build_mesh(f"pipe={schedule.num_stages}", "", jax.devices()[: schedule.num_stages])
     size = layers.shape[0] // schedule.num_parts
     parts = [schedule.part(s, c) for s in range(schedule.num_stages) for c in range(schedule.num_chunks)]
     order = np.concatenate([np.arange(part * size, (part + 1) * size) for part in parts])
 
     def local(ends, layers, batch):
-        loss, by_ends, by_layers = executor.run(schedule, functions, ends, layers, batch, fill)
-        return loss, jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), by_layers
+        loss, told, by_ends, by_layers = executor.run(
+            schedule, functions, ends, layers, batch, keeps_residuals=keeps_residuals, fill=fill
+        )
+        return loss, jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), (told["squares"], by_layers)
 
     with jax.set_mesh(mesh):
         placed = jax.device_put(layers[order], NamedSharding(mesh, P("pipe")))
         run = jax.shard_map(local, in_specs=(P(), P("pipe"), P()), out_specs=(P(), P(), P("pipe")), check_vma=False)
         loss, by_ends, by_layers = jax.device_get(jax.jit(run)(ends, placed, batch))
-    return loss, by_ends, by_layers[np.argsort(order)]
+    return loss, by_ends, *(each[np.argsort(order)] for each in by_layers)
 
 
 def by_one_device(ends, layers, batch):
@@ -131,22 +146,29 @@ def by_one_device(ends, layers, batch):
 
     def loss(ends, layers):
         def of(microbatch):
-            return parts.head(ends, parts.stage(layers, parts.embed(ends, microbatch), microbatch), microbatch)[0]
+            x, added, told = parts.stage(layers, parts.embed(ends, microbatch), microbatch, part=0)
+            minimised, reported = parts.head(ends, x, microbatch)
+            return minimised + added, (reported, told["squares"])
 
-        return jnp.sum(jax.lax.map(of, batch))
+        added, sums = jax.lax.map(of, batch)
+        return jnp.sum(added), jax.tree.map(lambda each: jnp.sum(each, 0), sums)
 
-    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(ends, layers)
-    return 2 * value, *grads
+    (_, (reported, told)), (by_ends, by_layers) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+        ends, layers
+    )
+    return reported, by_ends, told, by_layers
 
 
 @pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 4), (4, 10)])
-def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches):
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "keeps_residuals"), [(2, 1, False), (4, 4, True), (4, 10, False), (2, 5, True)]
+)
+def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches, keeps_residuals):
     """Microbatches fewer than, as many as, more than the stages, and no multiple of them."""
     schedule = make(kind, stages, microbatches, chunks_of(kind))
     problem = toy(2 * schedule.num_parts, microbatches)
     want = by_one_device(*problem)
-    got = by_pipeline(schedule, functions(), *problem, fill=np.nan)
+    got = by_pipeline(schedule, functions(), *problem, np.nan, keeps_residuals)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.abs(b).max() > 1e-3
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * np.abs(b).max())
@@ -165,12 +187,12 @@ def test_a_stage_runs_what_its_table_says_once(kind):
 
 
 def test_a_branch_runs_its_stage_once():
-    """Counted as the branches are traced; a backward pass traces its forward pass with it."""
+    """Counted as the branches are traced (a backward pass traces its forward pass with it), and once for shapes."""
     calls = Counter()
     schedule = make("zb-h1", 2, 3)
     problem = toy(2, 3)
     by_pipeline(schedule, functions(lambda name: calls.update([name])), *problem, fill=0.0)
-    assert calls["stage"] == 3
+    assert calls["stage"] == 1 + 3
 
 
 def test_a_tick_as_compiled_for_gpus():

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
 from jaxpar.kernels import fp8
-from jaxpar.parallel.tensor import product
+from jaxpar.parallel.product import product
 from jaxpar.training import optimizers, setup
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.precision import LossScale, round_stochastically

@@ -16,14 +16,14 @@ NUM_LAYERS, WIDTH = 16, 8
 
 def block(w, x):
     """One layer: one `exp`, whose result is all that the backward pass wants beside the layer's input."""
-    return jnp.exp(checkpoint_name(x * w, "attention"))
+    return jnp.exp(checkpoint_name(x * w, "attention")), {}
 
 
 def trace(remat: str, num_layers: int):
     policy = Remat.parse(remat, num_layers)
 
     def loss(w, x):
-        return layers.scan(block, w, x, remat=policy, regather=True).sum()
+        return layers.scan(block, w, x, remat=policy, regather=True)[0].sum()
 
     w, x = jnp.ones((num_layers, WIDTH)), jnp.ones(WIDTH)
     return jax.make_jaxpr(jax.grad(loss))(w, x).jaxpr

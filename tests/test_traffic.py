@@ -50,7 +50,7 @@ def test_data_parallelism_is_one_all_reduce_of_the_gradients_a_step(num_microbat
     assert found["data"]["all-reduce"]["bytes"] == pytest.approx(gradients, rel=1e-5)
 
 
-@pytest.mark.parametrize(("reshard", "gathers"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize(("reshard", "gathers"), [("auto", 2), ("never", 1)])
 def test_fsdp_transfers_the_weights_three_times_or_twice(reshard, gathers):
     found, _ = check(config(reshard_after_forward=reshard), sizes(fsdp=8))
     assert set(found) == {"fsdp"}
@@ -104,7 +104,7 @@ def test_tensor_parallelism_reduces_an_activation_twice_a_layer_and_direction(re
         (sizes(data=2, tensor=4), {"grad_accumulation": 2}),
         (sizes(data=4, tensor=2), {"sequence_parallel": False}),
         (sizes(fsdp=2, tensor=4), {"grad_accumulation": 2}),
-        (sizes(fsdp=4, tensor=2), {"reshard_after_forward": False}),
+        (sizes(fsdp=4, tensor=2), {"reshard_after_forward": "never"}),
         (sizes(data=2, fsdp=2, tensor=2), {"grad_accumulation": 2}),
         (sizes(fsdp=2, expert=2, tensor=2), {}),
         (sizes(data=2, fsdp=2, tensor=2), {"zero": 1, "grad_accumulation": 2}),

@@ -36,7 +36,8 @@ PARAMETER_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "kv_heads": ("tensor",),
         "head_dim": (),
         "mlp": ("tensor",),
-        "vocab": ("tensor",),
+        # Stages hold no copies of the ends. A tensor rank's parts of all stages are then neighbours.
+        "vocab": ("tensor", "pipe"),
         "experts": ("expert",),
         # A vector along embed (norms, output biases) is whole everywhere: gathering it would cost two small
         # collectives a layer, its gradient is summed once a step.
@@ -96,8 +97,8 @@ def partition_spec(
 
 
 def padded_vocab(vocab_size: int, mesh_shape: Mapping[str, int]) -> int:
-    """A multiple of 256, the same on every mesh, but where an axis that cuts it does not divide 256."""
-    multiple = math.lcm(VOCAB_MULTIPLE, *(mesh_shape[axis] for axis in PARAMETER_RULES["vocab"]))
+    """A multiple of 256, the same on every mesh, but where the axes that cut it do not divide 256."""
+    multiple = math.lcm(VOCAB_MULTIPLE, math.prod(mesh_shape[axis] for axis in PARAMETER_RULES["vocab"]))
     return -(-vocab_size // multiple) * multiple
 
 

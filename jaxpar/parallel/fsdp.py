@@ -34,10 +34,11 @@ def gather(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _gather(weight, cuts, dtype, compute_dtype, reduce_dtype):
-    return _gathered(weight, cuts, compute_dtype)
+    return gathered(weight, cuts, compute_dtype)
 
 
-def _gathered(weight, cuts, compute_dtype):
+def gathered(weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype) -> Float[Array, "..."]:
+    """Likewise, for what is not differentiated."""
     weight = weight.astype(compute_dtype)
     for dim, axes in cuts:
         weight = lax.all_gather(weight, axes, axis=dim, tiled=True)
@@ -46,7 +47,7 @@ def _gathered(weight, cuts, compute_dtype):
 
 def _forward(weight, cuts, dtype, compute_dtype, reduce_dtype):
     # Not _gather itself: a remat policy must see the gather, and does not see into a custom_vjp's primal.
-    return _gathered(weight, cuts, compute_dtype), None
+    return gathered(weight, cuts, compute_dtype), None
 
 
 def _backward(cuts, dtype, compute_dtype, reduce_dtype, _, cotangent):

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ from jaxpar.parallel.context.order import permutation
 from jaxpar.parallel.parameter import Parameter
 from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.schedule import Schedule
+from jaxpar.parallel.product import Apart, Observed, product
 from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
 from jaxpar.parallel.vocab import Objective
 from jaxpar.parallel.zero import Weight
@@ -78,6 +79,12 @@ class Layout:
     """Whether the layers' matmuls round their operands to 8-bit floats."""
     schedule: Schedule | None = None
     """Of a step's microbatches through the stages that `pipe` cuts the layers into; None where it does not."""
+    keeps_residuals: bool = False
+    """Whether a stage's forward pass keeps what its backward pass needs, which else computes it again."""
+    spreads_head: bool = False
+    """Whether embedding and head are the work of all stages together, each with its part of the vocabulary."""
+    gathered_over: frozenset[str] = frozenset()
+    """Axes over which weights were made whole before the step's first microbatch (by `before_stages`)."""
 
     @classmethod
     def single(cls, dtype: jnp.dtype, remat: Remat = NONE) -> "Layout":
@@ -122,6 +129,20 @@ class Layout:
         """Under ZeRO-1 and 2, of the copy that a step computes with."""
         return without(spec, TOKEN_AXES)
 
+    def _met_spec(self, weight: Parameter) -> P:
+        """As a step meets a parameter."""
+        return without(self.parameter_spec(weight.axes, weight.dims), self._whole_axes)
+
+    @property
+    def _whole_axes(self) -> frozenset[str]:
+        """That cut no weight as a step meets it."""
+        return self.gathered_over | (TOKEN_AXES if self.zero < 3 else frozenset())
+
+    @property
+    def _vocab_axes(self) -> tuple[str, ...]:
+        """That cut the logits."""
+        return self.present([axis for axis in PARAMETER_RULES["vocab"] if axis not in self.gathered_over])
+
     def owed_axes(self, spec: P, summed_over: Sequence[str], sizes: Sequence[int | None]) -> tuple[str, ...]:
         """The mesh axes over which a gradient stays unsummed until the step's last microbatch.
 
@@ -146,11 +167,28 @@ class Layout:
 
     def token_cuts(self, spec: P) -> fsdp.Cuts:
         """The dims of a parameter that are cut over axes which tokens are cut over, too."""
+        return self._cuts(spec, TOKEN_AXES)
+
+    def _cuts(self, spec: P, over: frozenset[str]) -> fsdp.Cuts:
         cuts = (
-            (dim, self.present([axis for axis in axes_of(part) if axis in TOKEN_AXES]))
+            (dim, self.present([axis for axis in axes_of(part) if axis in over]))
             for dim, part in enumerate(spec.partitions)
         )
         return tuple((dim, axes) for dim, axes in cuts if axes)
+
+    def in_stages(self) -> "Layout":
+        """Of what stages compute, with weights that `before_stages` made whole: over the axes that tokens are cut over,
+        but where they are to be gathered each time, and over the stages, but where those share a model's ends."""
+        axes = frozenset() if self.reshard_after_forward else TOKEN_AXES
+        return dataclasses.replace(self, gathered_over=axes | (frozenset() if self.spreads_head else {executor.AXIS}))
+
+    def cuts_before_stages(self, spec: P, names: Sequence[str | None]) -> fsdp.Cuts:
+        """The dims of a parameter that are gathered once for all of a pipeline's microbatches."""
+        return self._cuts(spec, self.gathered_over - ({executor.AXIS} if names[0] == "layers" else frozenset()))
+
+    def cuts_in_stages(self, spec: P) -> fsdp.Cuts:
+        """Those that are gathered in each action of a stage."""
+        return self._cuts(spec, TOKEN_AXES - self.gathered_over)
 
     def padded_vocab(self, vocab_size: int) -> int:
         return padded_vocab(vocab_size, self.mesh.shape if self.mesh is not None else dict.fromkeys(MESH_AXES, 1))
@@ -194,18 +232,18 @@ class Layout:
 
     # What a model calls, in the region ------------------------------------------------------------------------------
 
-    def gather(self, weight: Parameter) -> Float[Array, "..."]:
+    def gather(self, weight: Parameter) -> Any:
         """A weight in compute dtype with its FSDP axes gathered: the one named point of FSDP's traffic."""
         value = weight[...]
-        cuts = self._cuts(weight)
         if isinstance(value, Weight):
+            cuts = self.token_cuts(self.parameter_spec(weight.axes, weight.dims))
             return zero.gather(value, cuts, self.reduce_dtype)
-        if self.mesh is None or self.zero < 3:
+        cuts = self.token_cuts(self._met_spec(weight))
+        if isinstance(value, Observed | Apart):
+            return dataclasses.replace(value, weight=fsdp.gathered(value.weight, cuts, self.compute_dtype))
+        if self.mesh is None or self._whole_axes >= TOKEN_AXES:
             return value.astype(self.compute_dtype)
         return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype)
-
-    def _cuts(self, weight: Parameter) -> fsdp.Cuts:
-        return self.token_cuts(self.parameter_spec(weight.axes, weight.dims))
 
     def _is_cut_over_tensor(self, weight: Parameter) -> bool:
         return tensor.AXIS in self.present(mesh_axes(self.parameter_spec(weight.axes, weight.dims)))
@@ -222,12 +260,12 @@ class Layout:
     def project(self, equation: str, x: Float[Array, "B S _"], weight: Parameter) -> Float[Array, "..."]:
         """x times a weight, column-parallel."""
         if self.axis_size(tensor.AXIS) > 1 and not self._is_cut_over_tensor(weight):
-            x = tensor.once(x)
-        return tensor.product(equation, x, self.gather(weight), self._fp8_axes)
+            x = tensor.once(x, tensor.AXIS)
+        return product(equation, x, self.gather(weight), self._fp8_axes)
 
     def exit_tensor(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
         """x times a weight, row-parallel, summed over `tensor` into the residual stream."""
-        out = tensor.product(equation, x, self.gather(weight), self._fp8_axes)
+        out = product(equation, x, self.gather(weight), self._fp8_axes)
         return tensor.leave(out, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else out
 
     @property
@@ -277,29 +315,33 @@ class Layout:
             return tokens
         return jax.tree.map(lambda x: lax.all_gather(x, context.AXIS, axis=1, tiled=True), tokens)
 
-    def layers(self, block: Callable, stacked: PyTree, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """block(params of one layer, x) for every layer: `stacked` has a leading layers dim on each leaf."""
+    def layers(
+        self, block: Callable[[PyTree, Array], tuple[Array, PyTree]], stacked: PyTree, x: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S D"], PyTree]:
+        """block(params of one layer, x) -> (x, what the layer tells) for every layer: a leading layers dim on each
+        leaf of `stacked`, and of what they told."""
         return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward)
 
     def through_stages(
-        self, stack: Callable[[PyTree, Array], Array], stacked: PyTree, x: Float[Array, "B S D"]
-    ) -> Float[Array, "B S D"]:
-        """stack(layers, x) from the first stage to the last, without a backward pass."""
-        return stack(stacked, x) if self.schedule is None else executor.relay(self.schedule, stack, stacked, x)
+        self, stack: Callable[[PyTree, Array], tuple[Array, PyTree]], stacked: PyTree, x: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S D"], PyTree]:
+        """stack(layers, x) -> (x, what they told); under `pipe` from the first stage to the last, without a backward
+        pass and without what they told."""
+        return stack(stacked, x) if self.schedule is None else (executor.relay(self.schedule, stack, stacked, x), {})
 
     def lookup(self, table: Parameter, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Rows of an embedding table, in compute dtype, in the residual stream; the table is not gathered."""
         if self.mesh is None:
             return vocab.lookup(vocab.Table(self.compute_dtype), table[...], ids)
-        spec = self.parameter_spec(table.axes, table.dims)
-        if self.zero < 3:
-            spec = self.whole_spec(spec)
-        vocab_axes, embed_axes = (self.present(axes_of(part)) for part in spec.partitions)
-        if self.cuts_stream and not vocab_axes:
+        vocab_axes, embed_axes = (self.present(axes_of(part)) for part in self._met_spec(table).partitions)
+        if self.cuts_stream and tensor.AXIS not in vocab_axes:
             part = ids.shape[1] // self.axis_size(tensor.AXIS)
             ids = lax.dynamic_slice_in_dim(ids, lax.axis_index(tensor.AXIS) * part, part, axis=1)
         at = vocab.Table(self.compute_dtype, vocab_axes, embed_axes, self.cuts_stream)
-        return vocab.lookup(at, table[...], ids)
+        x = vocab.lookup(at, table[...], ids)
+        if executor.AXIS in self._vocab_axes and executor.AXIS not in vocab_axes:
+            return tensor.once(x, executor.AXIS)
+        return x
 
     def cross_entropy(
         self,
@@ -312,8 +354,8 @@ class Layout:
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """(sum(weights * objective), sum(weights * -log p(target))) of this rank's tokens, without whole logits on any
         device; `head` is gathered, x normalised; the first is what has a gradient."""
-        is_cut = self.axis_size(tensor.AXIS) > 1
-        return vocab.cross_entropy(is_cut, self.enter_tensor(x), head, targets, weights, vocab_size, objective)
+        x = self.enter_tensor(x)
+        return vocab.cross_entropy(self._vocab_axes, x, head, targets, weights, vocab_size, objective)
 
     def logits_at(
         self, x: Float[Array, "B S D"], head: Float[Array, "D V"], place: Int[Array, ""]
@@ -325,10 +367,18 @@ class Layout:
         here = (jnp.arange(x.shape[1]) + first == place).astype(x.dtype)
         x = jnp.einsum("bsd,s->bd", x, here)
         x = lax.psum(x, context.AXIS) if ranks > 1 else x
-        logits = tensor.product("bd,dv->bv", x, head)
-        return lax.all_gather(logits, tensor.AXIS, axis=1, tiled=True) if self.axis_size(tensor.AXIS) > 1 else logits
+        logits = product("bd,dv->bv", x, head)
+        return lax.all_gather(logits, self._vocab_axes, axis=1, tiled=True) if self._vocab_axes else logits
 
     # What a step calls, in the region -------------------------------------------------------------------------------
+
+    def before_stages(self, weight: Float[Array, "..."], cuts: fsdp.Cuts, names: Sequence[str | None]) -> Array:
+        """A parameter as `in_stages` has it: kernels and embeddings in compute dtype, gathered; vectors as they are."""
+        return fsdp.gathered(weight, cuts, self.compute_dtype) if "embed" in names else weight
+
+    def summed(self, gradient: Float[Array, "..."], cuts: fsdp.Cuts) -> Array:
+        """The ranks' addends to a gradient by what was gathered, reduced to this rank's part."""
+        return fsdp.reduce_scatter(gradient.astype(self.reduce_dtype), cuts) if cuts else gradient
 
     def sum_over_tokens(self, x: Float[Array, ""]) -> Float[Array, ""]:
         """Of every rank's tokens."""

@@ -19,9 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxpar.kernels import fp8
-from jaxpar.numerics import widened
-
 AXIS = "tensor"
 
 
@@ -51,15 +48,15 @@ leave.defvjp(
 )
 
 
-@jax.custom_vjp
-def once(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x, for a product that every rank computes whole: its gradient counts on one rank alone."""
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def once(x: Float[Array, "..."], axis: str) -> Float[Array, "..."]:
+    """x, which every rank of an axis computes whole, or uses so: its gradient counts on one rank alone."""
     return x
 
 
 once.defvjp(
-    lambda x: (x, None),
-    lambda _, cotangent: (jnp.where(lax.axis_index(AXIS) == 0, cotangent, jnp.zeros((), cotangent.dtype)),),
+    lambda x, axis: (x, None),
+    lambda axis, _, cotangent: (jnp.where(lax.axis_index(axis) == 0, cotangent, jnp.zeros((), cotangent.dtype)),),
 )
 
 
@@ -83,51 +80,3 @@ def _own_heads_backward(num_heads, heads_per_rank, _, cotangent):
 own_heads.defvjp(
     lambda x, num_heads, heads_per_rank: (own_heads.fun(x, num_heads, heads_per_rank), None), _own_heads_backward
 )
-
-
-def product(
-    equation: str,
-    x: Float[Array, "..."],
-    weight: Float[Array, "..."],
-    fp8_axes: tuple[str, ...] | None = None,
-) -> Float[Array, "..."]:
-    """einsum(equation, x, weight), summed in at least float32 and rounded to x's dtype once.
-
-    With `fp8_axes` the operands of all three products are rounded to 8-bit floats first, scaled by their largest value
-    over these mesh axes, see kernels.fp8.
-    """
-    return _product(equation, fp8_axes, x, weight)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(equation, fp8_axes, x, weight):
-    return _einsum(equation, fp8_axes, x, weight)
-
-
-def _einsum(equation, fp8_axes, x, y, kinds=(fp8.FORWARD, fp8.FORWARD)):
-    wide = widened(x.dtype)
-    if fp8_axes is None:
-        return jnp.einsum(equation, x, y, preferred_element_type=wide).astype(x.dtype)
-    (x8, x_scale), (y8, y_scale) = (fp8.quantize(operand, kind, fp8_axes) for operand, kind in zip((x, y), kinds))
-    result = jnp.einsum(equation, x8, y8, preferred_element_type=wide)
-    return (result * (x_scale * y_scale).astype(wide)).astype(x.dtype)
-
-
-def _product_forward(equation, fp8_axes, x, weight):
-    return _einsum(equation, fp8_axes, x, weight), (x, weight)
-
-
-def _product_backward(equation, fp8_axes, residuals, cotangent):
-    # Written out, since autodiff's weight gradient is a transpose of (cotangent x input), for which the CPU backend
-    # has no fast kernel.
-    x, weight = residuals
-    kinds = fp8.BACKWARD, fp8.FORWARD
-    operands, y_dims = equation.split("->")
-    x_dims, w_dims = operands.split(",")
-    return (
-        _einsum(f"{y_dims},{w_dims}->{x_dims}", fp8_axes, cotangent, weight, kinds),
-        _einsum(f"{x_dims},{y_dims}->{w_dims}", fp8_axes, x, cotangent, kinds[::-1]),
-    )
-
-
-_product.defvjp(_product_forward, _product_backward)

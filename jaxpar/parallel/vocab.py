@@ -36,7 +36,17 @@ class Table:
     embed_axes: tuple[str, ...] = ()
     """That cut its columns, and the tokens."""
     is_scattered: bool = False
-    """Whether the result is cut along the sequence over the axes that cut the rows; the ids never are."""
+    """Whether the result is cut along the sequence over `tensor`; the ids are where that does not cut the rows."""
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the ranks' addends are summed to such parts."""
+        return self.is_scattered and tensor.AXIS in self.vocab_axes
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """Over which they are summed whole."""
+        return tuple(axis for axis in self.vocab_axes if not (self.scatters and axis == tensor.AXIS))
 
 
 def lookup(at: Table, table: Float[Array, "v d"], ids: Int[Array, "B S"]) -> Float[Array, "B S_ D"]:
@@ -49,10 +59,9 @@ def lookup(at: Table, table: Float[Array, "v d"], ids: Int[Array, "B S"]) -> Flo
 def _lookup(at, num_rows, dtype, table, ids):
     rows, inside = _local_rows(num_rows, at.vocab_axes, _gather_rows(ids, at.embed_axes))
     x = jnp.where(inside[..., None], table.astype(at.dtype)[rows], jnp.zeros((), at.dtype))
-    if at.vocab_axes and at.is_scattered:
-        x = lax.psum_scatter(x, at.vocab_axes, scatter_dimension=1, tiled=True)
-    elif at.vocab_axes:
-        x = lax.psum(x, at.vocab_axes)
+    if at.scatters:
+        x = lax.psum_scatter(x, tensor.AXIS, scatter_dimension=1, tiled=True)
+    x = lax.psum(x, at.summed_axes) if at.summed_axes else x
     return lax.all_to_all(x, at.embed_axes, split_axis=0, concat_axis=2, tiled=True) if at.embed_axes else x
 
 
@@ -63,8 +72,8 @@ def _lookup_forward(at, num_rows, dtype, table, ids):
 def _lookup_backward(at, num_rows, dtype, ids, cotangent):
     if at.embed_axes:
         cotangent = lax.all_to_all(cotangent, at.embed_axes, split_axis=2, concat_axis=0, tiled=True)
-    if at.vocab_axes and at.is_scattered:
-        cotangent = lax.all_gather(cotangent, at.vocab_axes, axis=1, tiled=True)
+    if at.scatters:
+        cotangent = lax.all_gather(cotangent, tensor.AXIS, axis=1, tiled=True)
     rows, inside = _local_rows(num_rows, at.vocab_axes, _gather_rows(ids, at.embed_axes))
     wide = widened(dtype)
     addend = jnp.where(inside[..., None], cotangent.astype(wide), jnp.zeros((), wide))
@@ -95,7 +104,7 @@ class Objective:
 
 
 def cross_entropy(
-    is_cut: bool,
+    axes: tuple[str, ...],
     x: Float[Array, "B S D"],
     head: Float[Array, "D v"],
     targets: Int[Array, "B S"],
@@ -106,29 +115,29 @@ def cross_entropy(
     """(sum(weights * objective), sum(weights * cross-entropy)) over this rank's tokens; the first has the gradient.
 
     The cross-entropy is log sum exp(logits) - logits[target], logits = x head, those past `vocab_size` being -inf;
-    `is_cut` says whether the head's columns are cut over `tensor`. The sequence goes by in chunks, whose gradients are
+    `axes` are those that the head's columns are cut over. The sequence goes by in chunks, whose gradients are
     made in the same pass and kept: three matmuls, none twice, and never more logits than a chunk's.
     """
-    return _cross_entropy(is_cut, vocab_size, objective, x, head, targets, weights)
+    return _cross_entropy(axes, vocab_size, objective, x, head, targets, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(is_cut, vocab_size, objective, x, head, targets, weights):
+def _cross_entropy(axes, vocab_size, objective, x, head, targets, weights):
     def chunk(_, inputs):
         x, targets, weights = inputs
-        losses, _ = _chunk_loss(is_cut, vocab_size, objective, x, head, targets)
+        losses, _ = _chunk_loss(axes, vocab_size, objective, x, head, targets)
         return None, jax.tree.map(lambda loss: loss * weights, losses)
 
     losses = lax.scan(chunk, None, _chunks(head.shape[1], (x, targets, weights)))[1]
     return jax.tree.map(jnp.sum, losses)
 
 
-def _cross_entropy_forward(is_cut, vocab_size, objective, x, head, targets, weights):
+def _cross_entropy_forward(axes, vocab_size, objective, x, head, targets, weights):
     wide = widened(head.dtype)
 
     def chunk(dhead, inputs):
         x, targets, weights = inputs
-        losses, dlogits = _chunk_loss(is_cut, vocab_size, objective, x, head, targets)
+        losses, dlogits = _chunk_loss(axes, vocab_size, objective, x, head, targets)
         dlogits = (dlogits * weights[..., None].astype(wide)).astype(x.dtype)
         dx = jnp.einsum("bcv,dv->bcd", dlogits, head, preferred_element_type=wide).astype(x.dtype)
         dhead += jnp.einsum("bcd,bcv->dv", x, dlogits, preferred_element_type=wide)
@@ -139,7 +148,7 @@ def _cross_entropy_forward(is_cut, vocab_size, objective, x, head, targets, weig
     return jax.tree.map(jnp.sum, losses), (dx, dhead.astype(head.dtype))
 
 
-def _cross_entropy_backward(is_cut, vocab_size, objective, residuals, cotangents):
+def _cross_entropy_backward(axes, vocab_size, objective, residuals, cotangents):
     dx, dhead = (gradient * cotangents[0].astype(gradient.dtype) for gradient in residuals)
     return dx, dhead, None, None
 
@@ -147,15 +156,15 @@ def _cross_entropy_backward(is_cut, vocab_size, objective, residuals, cotangents
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _chunk_loss(is_cut, vocab_size, objective, x, head, targets):
+def _chunk_loss(axes, vocab_size, objective, x, head, targets):
     """((objective, cross-entropy), each [B, C]; the first one's gradient by the logits [B, C, v]), in at least
     float32."""
     logits = jnp.einsum("bcd,dv->bcv", x, head, preferred_element_type=widened(x.dtype))
-    offset = lax.axis_index(tensor.AXIS) * head.shape[1] if is_cut else 0
+    offset = lax.axis_index(axes) * head.shape[1] if axes else 0
 
     def over_vocab(reduce, collective, values):
         local = reduce(values, axis=-1)
-        return collective(local, tensor.AXIS) if is_cut else local
+        return collective(local, axes) if axes else local
 
     token = (jnp.arange(head.shape[1], dtype=targets.dtype) + offset)[None, None]
     is_true = token < vocab_size

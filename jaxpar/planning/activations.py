@@ -141,6 +141,15 @@ def working_bytes(job: Job, of: Sizes) -> Numbers:
     return 7 * job.compute_bytes * (hidden + of.entry) + 4 * (of.keys_seen - of.key)
 
 
+def operand_bytes(job: Job, of: Sizes) -> LayerBytes:
+    """Of a layer's products with weights: both operands of each weight's gradient, until it is computed."""
+    inputs = 2 if job.model.mlp == "swiglu" else 1
+    attention = 4 * of.entry + 2 * of.query + 2 * of.key
+    mlp = (inputs + 1) * (of.entry + of.mlp)
+    routed = (inputs + 1) * (of.exchanged + of.routed)
+    return LayerBytes(job.compute_bytes * (attention + mlp), job.compute_bytes * (attention + routed))
+
+
 def chunk_bytes(job: Job, of: Sizes) -> Numbers:
     """One chunk of logits in float32, and what the loss makes of it: never more than a few of vocab's CHUNK_BYTES."""
     return 3 * np.minimum(4 * of.tokens * job.model.vocab_size / job.mesh["tensor"], CHUNK_BYTES)

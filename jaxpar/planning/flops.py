@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from jaxpar.kernels.attention import RESULT
 from jaxpar.parallel.remat import Remat
 from models.config import ModelConfig
-from models.count import attention_weights, mlp_weights
+from models.count import all_mlp_weights, attention_weights
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ class StepFlops:
 
 
 def layers_matmul_flops_per_token(config: ModelConfig) -> float:
-    """Forward FLOPs per token of all layers' weights, two for each, without attention's own products."""
-    return 2.0 * config.num_layers * (attention_weights(config) + mlp_weights(config))
+    """Forward FLOPs per token of all layers' weights, two for each, without attention's own products; of a mixture's
+    experts those that a token is sent to."""
+    mlp = all_mlp_weights(config, config.num_experts_per_token)
+    return 2.0 * (config.num_layers * attention_weights(config) + mlp)
 
 
 def head_matmul_flops_per_token(config: ModelConfig) -> float:

@@ -48,6 +48,10 @@ class Job:
     reduce_bytes: int = 4
     """Of a gradient while it is summed over ranks."""
 
+    pipeline_residuals: bool = False
+    """A stage's forward pass keeps what its backward pass needs; else that runs it again, where the framework does so
+    (calibration's reruns_stages)."""
+
     @property
     def num_devices(self) -> int:
         return math.prod(self.mesh.values())

@@ -30,6 +30,7 @@ from jaxpar.planning.activations import (
     chunk_bytes,
     kept_by_all,
     kept_by_name,
+    operand_bytes,
     sizes,
     working_bytes,
 )
@@ -105,7 +106,7 @@ def memory(job: Job, convention: Convention = JAXPAR) -> Memory:
         ((job.pipeline, job.chunks),),
         convention.is_one_program,
     )
-    found = Footprint(job, convention, cases).with_remat(job.remat)
+    found = Footprint(job, convention, cases).with_remat(job.remat, job.pipeline_residuals)
     return Memory(
         tuple(found.at((0, 0, stage), cases.shape) for stage in range(cases.shape[-1])),
         memory_limit(job.cluster.chip, convention),
@@ -130,6 +131,8 @@ class Cases:
     """Microbatches whose activations a stage has at once."""
     slots: Float[np.ndarray, "M K P"]
     """Of a stage's buffers for what its neighbours send."""
+    waiting: Float[np.ndarray, "M K P"]
+    """Weight gradients of a chunk that wait at most, the one that is made included."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -141,17 +144,23 @@ class Cases:
         num_layers: int, num_stages: int, microbatches: tuple[int, ...], schedules: Schedules, is_one_program: bool
     ) -> "Cases":
         """With is_one_program all stages have the arrays of the fullest, and are one case."""
-        held = np.array([[stashes(kind, num_stages, m, c).memory for kind, c in schedules] for m in microbatches])
+        found = [[stashes(kind, num_stages, m, c) for kind, c in schedules] for m in microbatches]
+        held = np.array([[each.memory for each in row] for row in found])
+        splits = np.array([[(each.waiting.max() > 0) for each in row] for row in found])[..., None]
+        waiting = np.array([[each.waiting for each in row] for row in found])
         chunks = np.array([float(c) for _, c in schedules])[None, :, None]
         stages = [_stages(num_layers, num_stages, c, kind in ("zb-v", "dualpipe-v")) for kind, c in schedules]
         layers, has_embedding, has_head = (np.array(each)[None] for each in zip(*stages))
         if is_one_program:
-            held, layers = held.max(-1, keepdims=True), -(-num_layers // (num_stages * chunks)) * chunks
+            held, waiting = held.max(-1, keepdims=True), waiting.max(-1, keepdims=True)
+            layers = -(-num_layers // (num_stages * chunks)) * chunks
             has_embedding = has_head = np.ones_like(layers, bool)
         # The last part makes a gradient in its forward pass, which then waits for all of the others.
         waits = np.array([kind in ("gpipe", "looped-bfs") for kind, _ in schedules])[None, :, None]
         slots = np.where(waits, 2 * held * chunks, held * chunks + 2) + 2 if num_stages > 1 else np.zeros_like(held)
-        return Cases(np.array(microbatches, float)[:, None, None], chunks, layers, has_embedding, has_head, held, slots)
+        waiting = np.where(splits, waiting * chunks + 1, 0.0)
+        counts = np.array(microbatches, float)[:, None, None]
+        return Cases(counts, chunks, layers, has_embedding, has_head, held, slots, waiting)
 
 
 @functools.cache
@@ -195,8 +204,9 @@ class Footprint:
         """Bytes without any activation."""
         return self._fixed.total
 
-    def with_remat(self, text: str) -> StageMemory:
-        """Raises ValueError for what is no kind of remat."""
+    def with_remat(self, text: str, residuals: bool = False) -> StageMemory:
+        """residuals: whether a pipeline's stage keeps them, where it can be asked not to. Raises ValueError for what is
+        no kind of remat."""
         job, convention, layers, fixed = self._job, self._convention, self._cases.layers, self._fixed
         names = convention.selective if text == SELECTIVE else None
         remat = Remat(saves=names) if names else job.replace(remat=text).remat_policy
@@ -210,6 +220,8 @@ class Footprint:
         if remat.every > 1 and job.zero == 3:
             rest = layers % remat.every
             others["compiler's copies"] = np.where(rest > 0, 4 * self._layer.kept * (layers - rest), 0.0)
+        if residuals:
+            kept = kept * self._cases.held * self._cases.chunks
         return self._sum(kept + again, others)
 
     def _sum(self, activations: Numbers, others: Mapping[str, Numbers]) -> StageMemory:
@@ -226,7 +238,7 @@ class Footprint:
             if remat.keeps_all:
                 return num_layers * of_all, 0.0
             every = np.maximum(1, np.round(np.sqrt(num_layers))) if text == "sqrt" else remat.every  # of each chunk
-            size = np.minimum(every, num_layers)
+            size = np.clip(num_layers, 1, every)
             return num_layers // size * job.compute_bytes * self._of.stream, size * of_all
         return num_layers * self._mixed(kept_by_name(job, self._of, remat, kept)), 0.0
 
@@ -270,19 +282,12 @@ class Footprint:
         last = embedding if tied else head
         parameters, sums, optimizer = self._state(own + embedding + head)
         others: dict[str, Numbers] = {"working": working_bytes(job, of)}
+        if job.mesh["pipe"] > 1:
+            return self._of_stage(parameters, optimizer)
         if job.zero == 3:
             others["compiler's copies"] = 4 * own.transposed
         if self._is_cut or job.zero == 2:
             others["a layer's gradient"] = 4 * self._layer.whole
-        if job.mesh["pipe"] > 1:
-            part = own.whole / cases.chunks
-            whole = own.whole + embedding.whole + head.whole
-            if self._is_cut:
-                others["gathered weights"] = short * (whole + np.where(cases.chunks > 1, part, 0.0))
-                sums = 4 * whole
-            others["head"] = 4 * last.whole
-            others["between stages"] = cases.slots * short * of.stream
-            return StageMemory(parameters, sums + short * part, optimizer, 0.0, others)
         several = cases.microbatches > 1
         per_layer = {1: short * own.whole, 2: 4 * own.state}.get(job.zero, 4 * own.kept)
         gradients = per_layer + np.where(several, sums, self._state(embedding)[1])
@@ -295,3 +300,18 @@ class Footprint:
         loss = short * last.whole + chunk_bytes(job, of) - others["working"] - per_layer
         others["loss"] = np.maximum(0.0, loss)
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
+
+    def _of_stage(self, parameters: Numbers, optimizer: Numbers) -> StageMemory:
+        """Under `pipe`: weights gathered for the whole step, those of both ends on every stage, and as much in float32 of
+        their gradients; one chunk's own gradients beside them."""
+        job, short, of, cases = self._job, self._job.compute_bytes, self._of, self._cases
+        ends = (self._embedding.whole + self._head.whole) * (job.mesh["pipe"] if self._convention.is_one_program else 1)
+        whole, part = self._own.whole + ends, self._own.whole / cases.chunks
+        operands = self._mixed(operand_bytes(job, of)) * (cases.layers / cases.chunks)
+        others = {
+            "working": working_bytes(job, of),
+            "between stages": cases.slots * short * of.stream,
+            "waiting weight gradients": cases.waiting * operands,
+            "gathered weights": short * ((whole if job.zero == 3 else ends) + np.where(cases.chunks > 1, part, 0.0)),
+        }
+        return StageMemory(parameters, 4 * whole + short * part, optimizer, 0.0, others)

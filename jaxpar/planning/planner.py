@@ -3,9 +3,9 @@
 A job's step takes at least its kernels and its schedule's bubble, which are quickly told, as is its memory. What a mesh
 leaves open waits in a heap by the least time of all that fits: first one setting with one kind of remat, which is opened
 into numbers of microbatches and chunks, these into schedules, whose time is predicted. What comes out of the heap with
-a predicted time is the fastest that is left. So meshes are found in order of their best time, and with them the front
-of time and memory: a job is on it if it takes less memory than all that came before. What is neither of a mesh that is
-still wanted, nor may take less memory than was found, is not opened.
+a predicted time is the fastest that is left. So layouts are found in order of their best time, and with them the front
+of time and memory: a job is on it if it takes less memory than all that came before. What is neither of a layout that
+is still wanted, nor may take less memory than was found, is not opened.
 """
 
 import functools
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from jaxpar.parallel.context import ContextStrategy
 from jaxpar.planning import space
 from jaxpar.planning.calibration import Calibration, calibration_table
 from jaxpar.planning.conventions import CONVENTIONS, Convention
@@ -50,7 +49,8 @@ class Plan:
     """What was found, fastest first."""
 
     ranked: tuple[Choice, ...]
-    """The best of each mesh; of a mesh that was asked for and does not fit, what comes nearest."""
+    """The best of each way to cut the model: of meshes that differ in how `data` and `fsdp` share what is left, which is
+    a setting like ZeRO, one. Of a mesh that was asked for and does not fit, what comes nearest."""
     front: tuple[Choice, ...]
     """Of all, each faster than those that take less memory."""
     rejections: tuple[Rejection, ...]
@@ -61,20 +61,31 @@ class Plan:
         return Counter(rejection.kind for rejection in self.rejections)
 
 
-@dataclass(frozen=True)
-class _Node:
-    """In the heap: a setting with its remat; of these, microbatches and chunks; or a whole job, whose time is known."""
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """A setting with a kind of remat: bytes, and least seconds, by microbatches and schedules; infinite what does not
+    fit."""
 
     setting: Setting
-    remat: str
+    remat: tuple[str, bool]
+    """See space.remats."""
+    bytes: Float[np.ndarray, "M K"]
+    seconds: Float[np.ndarray, "M K"]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """In the heap: a table; of it, one number of microbatches and of chunks; or one schedule, whose time is known."""
+
+    table: _Table
     least_bytes: float
-    microbatches: int = 0
-    chunks: int = 0
-    pipeline: str = ""
+    row: int = -1
+    columns: tuple[int, ...] = ()
+    is_known: bool = False
 
 
 def plan(request: Request, top: int = 10, framework: str = "jaxpar") -> Plan:
-    """The `top` fastest meshes that fit, and the front. Raises ValueError for what `Request.check` and predict do."""
+    """The `top` fastest layouts that fit, and the front. Raises ValueError for what `Request.check` and predict do."""
     request.check()
     return _Search(request, CONVENTIONS[framework], calibration_table().of(request.cluster.chip, framework)).run(top)
 
@@ -85,16 +96,18 @@ class _Search:
         self._limit = memory_limit(request.cluster.chip, convention)
         self._ticket = itertools.count()
         self._heap: list[tuple[float, int, _Node]] = []
-        self._kernels: dict[tuple[float, int, int, str], tuple[float, float]] = {}
+        self._kernels: dict[tuple[int, int, int, int, tuple[str, bool]], tuple[float, float]] = {}
 
     def run(self, top: int) -> Plan:
-        rejections, count, nearest = [], 0, None
+        rejections: list[Rejection] = []
+        count = 0
+        nearest: Job | None = None
         for mesh in space.meshes(self._request):
             count += 1
             if (rejection := space.obstacle(self._request, mesh)) is None and (
                 nearest := self._admit(mesh)
             ) is not None:
-                rejection = Rejection(mesh, "does not fit", _too_large(nearest.memory))
+                rejection = _too_large(mesh, memory(nearest, self._convention))
             if rejection is not None:
                 rejections.append(rejection)
         ranked: dict[tuple[int, ...], Choice] = {}
@@ -102,82 +115,83 @@ class _Search:
         least = math.inf
         while self._heap:
             _, _, node = heapq.heappop(self._heap)
-            mesh_key = tuple(node.setting.mesh.values())
-            is_wanted = len(ranked) < top and mesh_key not in ranked
+            key = tuple(size for axis, size in node.table.setting.mesh.items() if axis not in ("data", "fsdp"))
+            is_wanted = len(ranked) < top and key not in ranked
             if not is_wanted and node.least_bytes >= least:
                 continue
-            if not node.microbatches:
-                self._open(node)
-            elif not node.pipeline:
+            if node.row < 0:
+                self._open(node.table)
+            elif not node.is_known:
                 self._predict(node)
             else:
-                choice = self._choice(self._job(node, node.pipeline))
+                choice = self._choice(self._job(node.table, node.row, node.columns[0]))
                 if is_wanted:
-                    ranked[mesh_key] = choice
+                    ranked[key] = choice
                 if node.least_bytes < least:
                     front.append(choice)
                     least = node.least_bytes
         if self._request.mesh is not None and nearest is not None:
-            return Plan((nearest,), (), tuple(rejections), count)
+            return Plan((self._choice(nearest),), (), tuple(rejections), count)
         return Plan(tuple(ranked.values()), tuple(front), tuple(rejections), count)
 
-    def _admit(self, mesh: Mapping[str, int]) -> Choice | None:
+    def _admit(self, mesh: Mapping[str, int]) -> Job | None:
         """Puts what fits of a mesh into the heap; where nothing does, returns what comes nearest."""
-        counts, schedules = space.microbatches(self._request, mesh), space.schedules(self._request, mesh["pipe"])
-        fits, smallest = False, (math.inf, _Node(Setting(mesh, 0, False, ContextStrategy()), "", 0.0))
+        fits, smallest = False, math.inf
+        nearest: tuple[_Table, int, int] | None = None
         for setting in space.settings(self._request, mesh):
             footprint = self._footprint(setting)
-            for remat in space.remats(self._request) if footprint.least.min() <= self._limit else ("full",):
-                total = _fullest(footprint, remat)
-                if total.min() <= self._limit:
+            for remat in space.remats(self._request, mesh["pipe"]):
+                total = footprint.with_remat(*remat).total.max(-1)
+                least = float(total.min())
+                if least <= self._limit:
                     fits = True
-                    bounds = np.where(total <= self._limit, self._bounds(setting, remat), math.inf)
-                    self._push(float(bounds.min()), _Node(setting, remat, float(total.min())))
-                elif not fits and total.min() < smallest[0]:
-                    m, k = np.unravel_index(total.argmin(), total.shape)
-                    kind, chunks = schedules[k]
-                    smallest = float(total.min()), _Node(setting, remat, float(total.min()), counts[m], chunks, kind)
-        return None if fits else self._choice(self._job(smallest[1], smallest[1].pipeline))
+                    seconds = np.where(total <= self._limit, self._seconds(setting, remat), math.inf)
+                    table = _Table(setting, remat, total, seconds)
+                    self._push(float(seconds.min()), _Node(table, least))
+                elif not fits and least < smallest:
+                    row, column = np.unravel_index(total.argmin(), total.shape)
+                    smallest, nearest = least, (_Table(setting, remat, total, total), int(row), int(column))
+                if footprint.least.min() > self._limit:
+                    break
+        assert fits or nearest is not None
+        return None if fits or nearest is None else self._job(*nearest)
 
-    def _open(self, node: _Node) -> None:
-        """Into microbatches and chunks."""
-        mesh = node.setting.mesh
-        total = _fullest(self._footprint(node.setting), node.remat)
-        bounds = self._bounds(node.setting, node.remat)
-        chunks = np.array([chunks for _, chunks in space.schedules(self._request, mesh["pipe"])])
-        for row, count in enumerate(space.microbatches(self._request, mesh)):
-            for each in set(chunks.tolist()):
-                is_in = (total[row] <= self._limit) & (chunks == each)
-                if is_in.any():
-                    bound, least = float(bounds[row][is_in].min()), float(total[row][is_in].min())
-                    self._push(bound, _Node(node.setting, node.remat, least, count, each))
+    def _open(self, table: _Table) -> None:
+        """Into microbatches and chunks: schedules of as many differ in their bubble alone."""
+        by_chunks = _columns(space.schedules(self._request, table.setting.mesh["pipe"]))
+        for row, seconds in enumerate(table.seconds):
+            for columns in by_chunks:
+                fitting = tuple(k for k in columns if seconds[k] < math.inf)
+                if fitting:
+                    least = min(float(table.bytes[row, k]) for k in fitting)
+                    self._push(min(float(seconds[k]) for k in fitting), _Node(table, least, row, fitting))
 
     def _predict(self, node: _Node) -> None:
-        """Into schedules: of one number of chunks they differ in their bubble alone."""
-        mesh, stages = node.setting.mesh, node.setting.mesh["pipe"]
-        total = _fullest(self._footprint(node.setting), node.remat)
-        row = space.microbatches(self._request, mesh).index(node.microbatches)
+        """Into schedules."""
+        table, row = node.table, node.row
+        stages = table.setting.mesh["pipe"]
         schedules = space.schedules(self._request, stages)
-        for k, (kind, chunks) in enumerate(schedules):
-            if chunks == node.chunks and total[row, k] <= self._limit:
-                time = predict(self._job(node, kind), self._calibration).step
-                leaf = _Node(node.setting, node.remat, float(total[row, k]), node.microbatches, chunks, kind)
-                self._push(time, leaf)
+        count = space.microbatches(self._request, table.setting.mesh)[row]
+        found = predict(self._job(table, row, node.columns[0]), self._calibration)
+        idle = [bubble(schedules[k][0], stages, count, schedules[k][1]) for k in node.columns]
+        late = found.step / (found.step - found.jitter)
+        for k, each in zip(node.columns, idle):
+            time = found.step + (each / idle[0] - 1) * found.bubble * late if idle[0] else found.step
+            self._push(time, _Node(table, float(table.bytes[row, k]), row, (k,), is_known=True))
 
-    def _bounds(self, setting: Setting, remat: str) -> Float[np.ndarray, "M K"]:
-        """Least seconds of a step, by microbatches and schedules."""
-        mesh = setting.mesh
-        stages = mesh["pipe"]
-        counts = space.microbatches(self._request, mesh)
+    def _seconds(self, setting: Setting, remat: tuple[str, bool]) -> Float[np.ndarray, "M K"]:
+        """Least of a step, by microbatches and schedules: kernels, and the schedule's bubble."""
+        stages, counts = setting.mesh["pipe"], space.microbatches(self._request, setting.mesh)
         slowest, mean = np.array([self._kernel_seconds(setting, count, remat) for count in counts]).T
         idle = _bubbles(stages, counts, space.schedules(self._request, stages))
         return (np.array(counts) * slowest)[:, None] + idle * mean[:, None]
 
-    def _kernel_seconds(self, setting: Setting, count: int, remat: str) -> tuple[float, float]:
-        job = self._job(_Node(setting, remat, 0.0, count, 1), "1f1b")
-        key = job.microbatch_tokens, setting.mesh["tensor"], setting.mesh["pipe"], remat
+    def _kernel_seconds(self, setting: Setting, count: int, remat: tuple[str, bool]) -> tuple[float, float]:
+        mesh = setting.mesh
+        ranks = mesh["data"] * mesh["fsdp"] * mesh["expert"] * mesh["context"] * count
+        key = ranks, mesh["expert"], mesh["tensor"], mesh["pipe"], remat
         if key not in self._kernels:
-            self._kernels[key] = kernel_seconds(job, self._calibration)
+            self._kernels[key] = kernel_seconds(space.job(self._request, setting, count, remat), self._calibration)
         return self._kernels[key]
 
     def _footprint(self, setting: Setting) -> Footprint:
@@ -189,10 +203,13 @@ class _Search:
             space.schedules(self._request, mesh["pipe"]),
             self._convention.is_one_program,
         )
-        return Footprint(space.job(self._request, setting, 1, "none"), self._convention, cases)
+        return Footprint(space.job(self._request, setting, 1, ("none", False)), self._convention, cases)
 
-    def _job(self, node: _Node, pipeline: str) -> Job:
-        return space.job(self._request, node.setting, node.microbatches, node.remat, pipeline, node.chunks)
+    def _job(self, table: _Table, row: int, column: int) -> Job:
+        mesh = table.setting.mesh
+        count = space.microbatches(self._request, mesh)[row]
+        schedule = space.schedules(self._request, mesh["pipe"])[column]
+        return space.job(self._request, table.setting, count, table.remat, *schedule)
 
     def _choice(self, job: Job) -> Choice:
         return Choice(job, memory(job, self._convention), predict(job, self._calibration))
@@ -201,8 +218,11 @@ class _Search:
         heapq.heappush(self._heap, (bound, next(self._ticket), node))
 
 
-def _fullest(footprint: Footprint, remat: str) -> Float[np.ndarray, "M K"]:
-    return footprint.with_remat(remat).total.max(-1)
+@functools.cache
+def _columns(schedules: tuple[tuple[str, int], ...]) -> tuple[tuple[int, ...], ...]:
+    """Of schedules, those with as many chunks together."""
+    chunks = sorted({chunks for _, chunks in schedules})
+    return tuple(tuple(k for k, (_, own) in enumerate(schedules) if own == each) for each in chunks)
 
 
 @functools.cache
@@ -212,11 +232,9 @@ def _bubbles(
     return np.array([[bubble(kind, num_stages, m, chunks) for kind, chunks in schedules] for m in microbatches])
 
 
-def _too_large(found: Memory) -> str:
+def _too_large(mesh: Mapping[str, int], found: Memory) -> Rejection:
     fullest = found.fullest
     parts = {part: getattr(fullest, part) for part in PARTS}
-    most = max(parts, key=lambda part: parts[part])
-    return (
-        f"needs {fullest.total / GIB:,.1f} GiB at least, {(fullest.total - found.limit) / GIB:,.1f} too many; "
-        f"{parts[most] / GIB:,.1f} are {most}"
-    )
+    most, excess = max(parts, key=lambda part: parts[part]), fullest.total - found.limit
+    reason = f"needs {fullest.total / GIB:,.1f} GiB at least, {excess / GIB:,.1f} too many; {parts[most] / GIB:,.1f} are {most}"
+    return Rejection(mesh, "does not fit", reason, excess)

@@ -39,6 +39,9 @@ class Stashes:
     activations: Float[np.ndarray, " P"]
     memory: Float[np.ndarray, " P"]
     """With what weight gradients that wait need."""
+    waiting: Float[np.ndarray, " P"]
+    """Weight gradients that wait while another action runs, at most; of zb-v and dualpipe-v on the stage with the most,
+    where microbatches are few."""
 
 
 @functools.lru_cache(maxsize=None)
@@ -62,13 +65,16 @@ def stashes(kind: str, num_stages: int, num_microbatches: int, num_chunks: int =
         case "zb-v" | "dualpipe-v":
             limit = num_stages + (0.5 if kind == "dualpipe-v" else 0.0)
             held = np.minimum(limit, (num_microbatches + 1 + before) / 2)
+            share = 0.5 if kind == "dualpipe-v" else 1.0
+            waiting = share * np.minimum(before, max(0, num_microbatches - num_stages))
+            return Stashes(held := np.minimum(held, most), held, waiting)
         case _:
             raise KeyError(kind)
     held = np.minimum(held, most)
     if kind in ("zb-h1", "zb-h2"):
         waiting = np.minimum((2 if kind == "zb-h2" else 1) * before, most - 1)
     # A microbatch is one or the other.
-    return Stashes(held, held + DEFERRED_SIZE * np.minimum(waiting, most - held))
+    return Stashes(held, held + DEFERRED_SIZE * np.minimum(waiting, most - held), waiting)
 
 
 def bubble(kind: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:

@@ -92,6 +92,8 @@ class Rejection:
     kind: str
     """One of few, to be counted."""
     reason: str
+    excess: float = 0.0
+    """Bytes too many, of a mesh that does not fit."""
 
 
 @functools.cache
@@ -201,18 +203,31 @@ def _strategies(request: Request, mesh: Mapping[str, int]) -> list[ContextStrate
     ranks, heads = mesh["context"], request.model.num_heads // mesh["tensor"]
     if request.context is not None or ranks == 1:
         return [ContextStrategy.parse(request.context or "auto", request.order, ranks, mesh["pipe"])]
-    found = [ContextStrategy(kind="allgather", order=request.order)]
-    groups = [n for n in divisors(ranks) if heads % n == 0 and (n == ranks or mesh["pipe"] == 1)]
-    return [*found, *(ContextStrategy(group=group, order=request.order) for group in groups)]
+    # A ring, Ulysses over all ranks, and over as many as lie on the innermost level: what leaves it goes round a ring.
+    inside = max(1, request.cluster.levels[0].size // mesh["tensor"])
+    groups = {1, math.gcd(ranks, inside), ranks} if mesh["pipe"] == 1 else {ranks}
+    exchanged = [ContextStrategy(group=n, order=request.order) for n in sorted(groups) if heads % n == 0]
+    return [ContextStrategy(kind="allgather", order=request.order), *exchanged]
 
 
-def remats(request: Request) -> tuple[str, ...]:
-    return REMATS if request.remat is None else (request.remat,)
+def remats(request: Request, num_stages: int) -> tuple[tuple[str, bool], ...]:
+    """Kinds of remat, each with whether a pipeline's stage keeps its residuals or runs its forward pass again."""
+    if request.remat is not None:
+        return ((request.remat, False), (request.remat, True))[: 2 if num_stages > 1 else 1]
+    if num_stages == 1:
+        return tuple((text, False) for text in REMATS)
+    return (*((text, True) for text in REMATS), ("none", False), ("full", False))
 
 
 def job(
-    request: Request, setting: Setting, num_microbatches: int, remat: str, pipeline: str = "1f1b", chunks: int = 1
+    request: Request,
+    setting: Setting,
+    num_microbatches: int,
+    remat: tuple[str, bool],
+    pipeline: str = "1f1b",
+    chunks: int = 1,
 ) -> Job:
+    """remat: one of `remats`."""
     return Job(
         request.model,
         request.cluster,
@@ -223,7 +238,8 @@ def job(
         precision=request.precision,
         pipeline=pipeline,
         chunks=chunks,
-        remat=remat,
+        remat=remat[0],
+        pipeline_residuals=remat[1],
         zero=setting.zero,
         reshard_after_forward=setting.reshard_after_forward,
         context=setting.context,

@@ -15,7 +15,7 @@ Source of the bubble: Megatron-LM (arXiv 2104.04473), section 2.2, and planning/
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxpar.planning.calibration import Calibration
@@ -169,10 +169,11 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
 
 
 def kernel_seconds(job: Job, calibration: Calibration) -> tuple[float, float]:
-    """(the slowest stage's kernels for one microbatch, a mean stage's as the bubble counts it): what predict's step is
-    at least, less the update, is M of the first and the schedule's bubble of the second, jitter included."""
+    """(the slowest stage's kernels for one microbatch, a mean stage's as the bubble counts it): with M of the first and
+    the schedule's bubble of the second predict's step is never shorter."""
     stage = _slowest_stage(job, calibration)
-    return stage.kernels, stage.kernels * stage.mean_share(job.model, job.mesh["pipe"])
+    kernels = stage.kernels * (1 + _jitter(job, calibration))
+    return kernels, kernels * stage.mean_share(job.model, job.mesh["pipe"])
 
 
 def _jitter(job: Job, calibration: Calibration) -> float:
@@ -188,7 +189,7 @@ def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
     again = _recomputed_share(job) * (layer.matmul.forward + layer.attention.forward)
     if not job.remat_policy.keeps_all:
         again += layer.elementwise.forward
-    if calibration.framework.reruns_stages and stages > 1:
+    if calibration.framework.reruns_stages and stages > 1 and not job.pipeline_residuals:
         again += layer.matmul.forward + layer.attention.forward + layer.elementwise.forward
     head = head_seconds(job, calibration, speeds)
 
@@ -249,31 +250,65 @@ def _once(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger) ->
     return exposed
 
 
+def job_traffic(job: Job) -> dict[str, float]:
+    """Bytes that each device moves per step, by mesh axis, "+" between joined ones: collectives' whole buffers, as
+    `traffic` counts them; under `pipe` a stage's share of what its layers move, and its hops."""
+    total: dict[str, float] = defaultdict(float)
+    weights, activations = _traffic(job)
+    share, times = 1 / job.mesh["pipe"], job.num_microbatches
+    for axes, ops in weights.items():
+        for op, size in ops.items():
+            total[axes] += share * size * (times if _gathers_each_time(job) and op != "all-reduce" else 1)
+    for axes, ops in activations.items():
+        total[axes] += share * times * sum(ops.values())
+    if job.mesh["pipe"] > 1:
+        total["pipe"] += times * 2 * job.chunks * _hop_bytes(job)
+    return dict(total)
+
+
 def _gathers_each_time(job: Job) -> bool:
     return job.zero == 3 and (job.mesh["pipe"] == 1 or job.reshard_after_forward)
 
 
-def _traffic(job: Job) -> tuple[Traffic, Traffic]:
+def _traffic(job: Job) -> tuple[Traffic, Mapping[str, Mapping[str, float]]]:
     """Of one microbatch through all layers: what moves weights, what moves activations."""
-    return _cached_traffic(
-        job.model,
-        tuple(job.mesh[axis] for axis in MESH_AXES),
-        batch_size=job.batch_size // job.num_microbatches,
-        seq_len=job.seq_len,
-        compute_bytes=job.compute_bytes,
-        reduce_bytes=job.reduce_bytes,
-        sequence_parallel=job.sequence_parallel,
+    remat = job.remat_policy
+    common = job.model, tuple(job.mesh[axis] for axis in MESH_AXES), job.compute_bytes, job.reduce_bytes, job.zero
+    weights = _cached_traffic(
+        weight_traffic,
+        *common,
         reshard_after_forward=job.reshard_after_forward and job.zero == 3,
-        remat="none" if job.remat_policy.keeps_all else job.remat,
-        zero=job.zero,
+        remat=job.remat if remat.every > 1 else "full",
+    )
+    # Proportional to a microbatch's tokens: made once for them all.
+    activations = _cached_traffic(
+        activation_traffic,
+        *common,
+        batch_size=job.batch_size,
+        seq_len=job.seq_len,
+        sequence_parallel=job.sequence_parallel,
+        remat="none" if remat.keeps_all else job.remat,
         context=job.context,
     )
+    times = job.num_microbatches
+    return weights, {axes: {op: size / times for op, size in ops.items()} for axes, ops in activations.items()}
 
 
-@functools.lru_cache(maxsize=4096)
-def _cached_traffic(config: ModelConfig, mesh: tuple[int, ...], **settings) -> tuple[Traffic, Traffic]:
-    made = TrafficSettings(mesh=dict(zip(MESH_AXES, mesh, strict=True)), num_microbatches=1, **settings)
-    return weight_traffic(config, made), activation_traffic(config, made)
+@functools.lru_cache(maxsize=65536)
+def _cached_traffic(
+    traffic: Callable[[ModelConfig, TrafficSettings], Traffic],
+    config: ModelConfig,
+    mesh: tuple[int, ...],
+    compute_bytes: int,
+    reduce_bytes: int,
+    zero: int,
+    batch_size: int = 1,
+    seq_len: int = 1,
+    **settings,
+) -> Traffic:
+    sizes = dict(zip(MESH_AXES, mesh, strict=True))
+    own = {"compute_bytes": compute_bytes, "reduce_bytes": reduce_bytes, "zero": zero, **settings}
+    return traffic(config, TrafficSettings(sizes, batch_size, seq_len, num_microbatches=1, **own))
 
 
 def _place(job: Job, axes: str) -> tuple[int, int]:
@@ -324,10 +359,13 @@ def _expert_seconds(job: Job, calibration: Calibration) -> float:
 
 def _hop_seconds(job: Job, calibration: Calibration) -> float:
     """Activations into a stage's chunks and gradients out of them, of one microbatch."""
-    part = job.mesh["tensor"] if job.sequence_parallel else 1
-    num_bytes = job.microbatch_tokens / part * job.model.embed_dim * job.compute_bytes
     hops = 2 * job.chunks
-    return _seconds(job, calibration, "pipe", {"collective-permute": hops * num_bytes}, hops)
+    return _seconds(job, calibration, "pipe", {"collective-permute": hops * _hop_bytes(job)}, hops)
+
+
+def _hop_bytes(job: Job) -> float:
+    part = job.mesh["tensor"] if job.sequence_parallel else 1
+    return job.microbatch_tokens / part * job.model.embed_dim * job.compute_bytes
 
 
 def _update_seconds(job: Job, calibration: Calibration) -> float:

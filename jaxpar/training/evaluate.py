@@ -27,7 +27,7 @@ def make_eval_step(model: Model) -> EvalStep:
         weighted = Batch(batch.tokens, batch.targets, batch.positions, batch.segment_ids, weights)
 
         def add(total: Array, microbatch: Batch) -> tuple[Array, None]:
-            return total + model.loss(params, microbatch)[1], None
+            return total + model.loss(params, microbatch)[1].loss, None
 
         nll, _ = lax.scan(add, jnp.zeros((), dtype), weighted)
         return layout.sum_over_tokens(nll), layout.sum_over_tokens(jnp.sum(weights))

@@ -9,10 +9,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from jaxpar.numerics import widened
-from jaxpar.parallel import fsdp, zero
+from jaxpar.parallel import zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.zero import Weight
 from jaxpar.training.model import Model
+from models.transformer import Reported
 
 
 def loss_and_grads(
@@ -22,8 +23,8 @@ def loss_and_grads(
     *,
     whole: PyTree | None = None,
     scale: Float[Array, ""] | None = None,
-) -> tuple[Array, PyTree, Array]:
-    """(cross-entropy, gradients, valid tokens) of a batch of stacked microbatches [M, B, S].
+) -> tuple[Reported, PyTree, Array]:
+    """(what is reported, gradients, valid tokens) of a batch of stacked microbatches [M, B, S].
 
     The loss is one sum over tokens divided by the count of valid ones in the whole step, which is known before the
     first backward pass: neither microbatches nor shards of unequal counts weigh more than their tokens. Gradients lie
@@ -38,11 +39,12 @@ def loss_and_grads(
     layout = model.layout
     # Under ZeRO-1 and 2 the master parameters count for nothing here but where they lie.
     in_specs = model.computed_specs, layout.stacked_batch_spec(), P()
-    function = layout.region(lambda *parts: _local(model, *parts), in_specs, (P(), model.specs, P()))
+    reported_specs = Reported(P(), P("pipe"))  # type: ignore[arg-type]  # specs in the place of arrays
+    function = layout.region(lambda *parts: _local(model, *parts), in_specs, (reported_specs, model.specs, P()))
     return function(whole, batch, jnp.ones((), widened(model.dtype)) if scale is None else scale)
 
 
-def _local(model: Model, weights: PyTree, batch: Batch, scale: Array) -> tuple[Array, PyTree, Array]:
+def _local(model: Model, weights: PyTree, batch: Batch, scale: Array) -> tuple[Reported, PyTree, Array]:
     """One rank's part."""
     layout, wide = model.layout, widened(model.dtype)
     num_tokens = layout.sum_over_tokens(jnp.sum(batch.loss_weights))
@@ -54,21 +56,24 @@ def _local(model: Model, weights: PyTree, batch: Batch, scale: Array) -> tuple[A
     value_and_grad = jax.value_and_grad(lambda by, microbatch: model.loss(as_weights(by), microbatch), has_aux=True)
 
     def add(total: PyTree, microbatch: Batch) -> tuple[PyTree, None]:
-        (_, loss), grads = value_and_grad(by, microbatch)
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads)), None
+        (_, reported), grads = value_and_grad(by, microbatch)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (reported, grads)), None
 
+    first = jax.tree.map(lambda x: x[0], batch)
     if layout.schedule is not None:
-        loss, grads = model.through_pipeline(by, batch)
+        reported, grads = model.through_pipeline(by, batch)
     elif batch.tokens.shape[0] == 1:
-        (_, loss), grads = value_and_grad(by, jax.tree.map(lambda x: x[0], batch))
+        (_, reported), grads = value_and_grad(by, first)
     else:
-        zeros = jnp.zeros((), wide), jax.tree.map(lambda x: jnp.zeros(x.shape, wide), by)
-        (loss, grads), _ = lax.scan(add, zeros, batch)
+        like = jax.eval_shape(value_and_grad, by, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, widened(x.dtype)), (like[0][1], like[1]))
+        (reported, grads), _ = lax.scan(add, zeros, batch)
     if model.keeps_whole_weights and layout.zero == 1:
-        grads = jax.tree.map(lambda g, spec: _scattered(model, g, spec), grads, model.specs)
+        grads = jax.tree.map(lambda g, spec: layout.summed(g, layout.token_cuts(spec)), grads, model.specs)
     grads = layout.settle(grads, model.owed)
     grads = jax.tree.map(lambda g: g.astype(wide) / scale.astype(wide), grads)
-    return layout.sum_over_tokens(loss) / scale.astype(loss.dtype), grads, num_tokens
+    reported = jax.tree.map(layout.sum_over_tokens, reported)
+    return reported._replace(loss=reported.loss / scale.astype(reported.loss.dtype)), grads, num_tokens
 
 
 def differentiated(model: Model, weights: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
@@ -96,8 +101,3 @@ def differentiated(model: Model, weights: PyTree) -> tuple[PyTree, Callable[[PyT
 
     parts = jax.tree.map(part, weights, model.specs)
     return parts, lambda parts: jax.tree.map(pair, weights, parts, model.specs, model.names)
-
-
-def _scattered(model: Model, gradient: Array, spec: P) -> Array:
-    cuts = model.layout.token_cuts(spec)
-    return fsdp.reduce_scatter(gradient.astype(model.layout.reduce_dtype), cuts) if cuts else gradient

@@ -16,13 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar.numerics import widened
 from jaxpar.parallel import zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.vocab import Objective
 from models.config import ModelConfig
-from models.transformer import Transformer
+from models.transformer import Reported, Told, Transformer, auxiliary_loss
 
 
 @dataclass(frozen=True)
@@ -120,28 +121,48 @@ class Model:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(self._build(key))), out_shardings=shardings)
 
-    def loss(self, params: PyTree, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """(what is minimised, the cross-entropy alone), sums over the batch's loss_weights; in the layout's region, of
-        this rank's tokens."""
+    def loss(self, params: PyTree, batch: Batch) -> tuple[Float[Array, ""], Reported]:
+        """(what is minimised, what is reported), sums over the batch's loss_weights; in the layout's region, of this
+        rank's tokens."""
         return self._module(params).loss(batch, self.layout, self.objective)
 
-    def through_pipeline(self, params: PyTree, batch: Batch, fill: float = 0.0) -> tuple[Float[Array, ""], PyTree]:
-        """(cross-entropy, gradients) of a step's microbatches [M, B, S] by the layout's schedule; in its region. For
+    def through_pipeline(self, params: PyTree, batch: Batch, fill: float = 0.0) -> tuple[Reported, PyTree]:
+        """(what is reported, gradients) of a step's microbatches [M, B, S] by the layout's schedule; in its region. For
         `fill` see executor.run."""
-        layout, blocks = self.layout, params["blocks"]
-        ends = {name: tree for name, tree in params.items() if name != "blocks"}
+        layout = self.layout.in_stages()
         assert layout.schedule is not None
+        before = jax.tree.map(
+            lambda _, spec, names: layout.cuts_before_stages(spec, names), params, self.computed_specs, self.names
+        )
+        params = jax.tree.map(layout.before_stages, params, before, self.names)
+        blocks = params["blocks"]
+        ends = {name: tree for name, tree in params.items() if name != "blocks"}
+        specs = jax.tree.leaves(self.computed_specs["blocks"], is_leaf=_is_spec)
+        cuts = [layout.cuts_in_stages(spec) for spec in specs]
+
+        def is_weight(_: Array, names: tuple[str | None, ...]) -> bool:
+            return "embed" in names and "experts" not in names
 
         def module(ends: PyTree) -> Transformer:
             return self._module({**ends, "blocks": blocks})
 
+        def stage(blocks: PyTree, x: Array, microbatch: Batch, part: Int[Array, ""]) -> tuple[Array, Array, Told]:
+            x, told = module(ends).stack(nnx.State(blocks), x, microbatch, layout)
+            return x, auxiliary_loss(told, widened(x.dtype)), told
+
         functions = executor.Functions(
             embed=lambda ends, microbatch: module(ends).embed(microbatch, layout),
-            stage=lambda blocks, x, microbatch: module(ends).stack(nnx.State(blocks), x, microbatch, layout),
+            stage=stage,
             head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
+            are_weights=jax.tree.map(is_weight, blocks, self.names["blocks"]),
+            summed=lambda grads: {number: layout.summed(grad, cuts[number]) for number, grad in grads.items()},
+            are_ends_spread=layout.spreads_head,
         )
-        loss, by_ends, by_blocks = executor.run(layout.schedule, functions, ends, blocks, batch, fill)
-        return loss, {**by_ends, "blocks": by_blocks}
+        loss, told, by_ends, by_blocks = executor.run(
+            layout.schedule, functions, ends, blocks, batch, keeps_residuals=layout.keeps_residuals, fill=fill
+        )
+        grads = jax.tree.map(layout.summed, {**by_ends, "blocks": by_blocks}, before)
+        return Reported(loss, told), grads
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
         """Of arrays on the mesh [B, S]."""
@@ -161,8 +182,12 @@ class Model:
     @cached_property
     def computed_specs(self) -> PyTree:
         of = self.layout.whole_spec if self.keeps_whole_weights else lambda spec: spec
-        return jax.tree.map(of, self.specs, is_leaf=lambda node: isinstance(node, P))
+        return jax.tree.map(of, self.specs, is_leaf=_is_spec)
 
 
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)

@@ -1,6 +1,7 @@
 """From a config to a model on a mesh; what cannot work is said here, before anything is compiled."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
         sequence_parallel=parallel.sequence_parallel,
-        reshard_after_forward=parallel.reshard_after_forward,
+        reshard_after_forward=reshards(parallel.reshard_after_forward, sizes["pipe"]),
         remat=Remat.parse(parallel.remat, config.model.num_layers // num_parts),
         zero=parallel.zero,
         context=ContextStrategy.parse(strategy, parallel.context_order, sizes["context"], sizes["pipe"]),
@@ -51,11 +52,19 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
         is_fp8=config.run.matmul == "fp8",
         schedule=schedule,
+        keeps_residuals=parallel.pipeline_residuals,
+        spreads_head=parallel.spread_head and schedule is not None,
     )
     check(config, layout)
     return Model(
         config.model, layout, dtypes.params, Objective(config.optimizer.z_loss, config.optimizer.label_smoothing)
     )
+
+
+def reshards(asked: Literal["auto", "always", "never"], num_stages: int) -> bool:
+    """Whether a gathered weight is dropped after each use: by default, but in a pipeline, whose stages use theirs for
+    one microbatch after another."""
+    return num_stages == 1 if asked == "auto" else asked == "always"
 
 
 def make_schedule(config: Config, num_stages: int) -> Schedule | None:

@@ -55,7 +55,7 @@ def make_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
-        loss, grads, num_tokens = loss_and_grads(model, state.params, batch, whole=state.whole, scale=scale)
+        reported, grads, num_tokens = loss_and_grads(model, state.params, batch, whole=state.whole, scale=scale)
         grad_norm = optax.tree.norm(grads)
         norms = None
         if log_norms:
@@ -77,7 +77,7 @@ def make_step(
             )
         whole = model.whole(params) if model.keeps_whole_weights else None
         state = TrainState(state.step + 1, params, opt_state, whole, loss_scale)
-        return state, StepMetrics(loss, grad_norm, num_tokens, norms)
+        return state, StepMetrics(reported.loss, grad_norm, num_tokens, norms)
 
     return step
 

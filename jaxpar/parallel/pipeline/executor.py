@@ -2,20 +2,23 @@
 
 Splits: the layers over `pipe`, P stages of C chunks each; every rank of a stage runs the same branch of a tick. What an
 action makes hops to its neighbour by a permute outside of the branches, and lies in a buffer of the schedule's own
-size until it is used. A backward pass computes its chunk's forward pass again; B and W apart (Zero Bubble, arXiv
-2401.10241) each do, and W the input gradients between its layers, too.
+size until it is used; so does what lies between the pieces of a backward pass (see backward.py), and, if asked for,
+what a forward pass keeps for it. Else a backward pass computes its chunk's forward pass again.
 Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank, in compute dtype:
     collective-permute  A per tick and direction, whether the tick sends anything or not
-    all-reduce          the gradients of embedding, final norm and head, which only the ends of the model have, once
-    those of FSDP and the others: once in each action, that is, weights are gathered per microbatch
+    all-gather          embedding and head, whose vocabulary is cut over `pipe`, once; their gradients are
+                        reduce-scattered, once
+    all-reduce          the gradients of the final norm and other vectors, which only the ends of the model have, once
+    with spread ends    2 all-reduces of A per microbatch each for embedding (the sum of all stages' parts of the
+                        vocabulary, the gradient's broadcast) and head (the broadcast, the gradient's sum) in place of
+                        the gathers; three floats a token for the loss
 Within a branch only collectives among the ranks of one stage are right: stages are at different branches then, and a
 permute is one operation of all devices. So attention under `context` gathers or exchanges, and never sends around.
-Limits: as many layers in each chunk; embedding and head whole on every stage, computed on one. With several chunks an
-action copies its chunk's weights out of the stack.
+Limits: with several chunks an action copies its chunk's weights out of the stack.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +28,8 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from jaxpar.numerics import widened
-from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline.backward import Kept, WeightsApart, zeros
+from jaxpar.parallel.pipeline.program import Buffer, Program
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
 AXIS = "pipe"
@@ -37,102 +41,97 @@ class Functions:
 
     embed: Callable[..., Float[Array, "B S D"]]
     """(ends, microbatch=)"""
-    stage: Callable[..., Float[Array, "B S D"]]
-    """(layers of one chunk, input, microbatch=)"""
+    stage: Callable[..., tuple[Float[Array, "B S D"], Float[Array, ""], PyTree]]
+    """(layers of one chunk, input, microbatch=, part=: which of the model's) -> (output, what it adds to what is
+    minimised, what its layers tell: of each a leading dim, summed over the microbatches)"""
     head: Callable[..., tuple[Float[Array, ""], Float[Array, ""]]]
     """(ends, output of the last layer, microbatch=) -> (what is minimised, what is reported), sums over tokens"""
+    are_weights: PyTree
+    """Of the layers' leaves: which are weights of a `product`, whose gradient can wait."""
+    summed: Callable[[PyTree], PyTree] = lambda gradients: gradients
+    """Such gradients, by number among the leaves, as the layers lie: where they are cut, summed over their ranks."""
+    are_ends_spread: bool = False
+    """Whether `embed` and `head` are the work of all stages together, each with its part of the vocabulary: `embed`
+    gives all of them the same, `head` takes the same of all, and gives each the input's gradient by its part."""
 
 
 def run(
-    schedule: Schedule, functions: Functions, ends: PyTree, layers: PyTree, batch: PyTree, fill: float = 0.0
-) -> tuple[Float[Array, ""], PyTree, PyTree]:
-    """(what is reported, its sum over the microbatches; gradients by ends; by layers), in at least float32; in a region
-    that is manual over `pipe`.
+    schedule: Schedule,
+    functions: Functions,
+    ends: PyTree,
+    layers: PyTree,
+    batch: PyTree,
+    *,
+    keeps_residuals: bool = False,
+    fill: float = 0.0,
+) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
+    """(what is reported, its sum over the microbatches; what this rank's layers told; gradients by ends; by layers), in
+    at least float32; in a region that is manual over `pipe`.
 
     A rank holds `layers` [C x layers per chunk, ...], chunk by chunk. Gradients by `ends` are left unsummed over
-    `pipe`. `batch` has leading dim M; `fill` is what lies in slots that hold nothing.
+    `pipe`. `batch` has leading dim M. keeps_residuals: a forward pass keeps what its backward pass needs; else that
+    computes it again. `fill` is what lies in slots that hold nothing.
     """
     program = Program.of(schedule)
     stage, layers = lax.axis_index(AXIS), _by_chunk(layers, schedule.num_chunks)
-    activation = jax.eval_shape(functions.embed, ends, microbatch=_at(batch, 0))
-    reported = jax.eval_shape(functions.head, ends, activation, microbatch=_at(batch, 0))[1]
+    first = _at(batch, 0)
+    activation = jax.eval_shape(functions.embed, ends, microbatch=first)
+    chunk = _Chunk.of(functions, _at(layers, 0), activation, first, program.ops, keeps_residuals)
+    reported = jax.eval_shape(functions.head, ends, activation, microbatch=first)[1]
+    told = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((schedule.num_chunks, *leaf.shape), leaf.dtype), chunk.told)
 
     def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
         buffers, sums = carry
-        row = jax.tree.map(lambda column: column[stage], rows)
-        x, dy = (_at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
-        microbatch = _at(batch, row["microbatch"])
-        x, made, sums = _act(functions, program.ops, fill, ends, layers, row, microbatch, x, dy, sums)
+        row = jax.tree.map(lambda column: column[stage], rows["own"])
+        act = _act_on_spread_ends if functions.are_ends_spread else _act_on_ends
+        x, made, buffers, sums = act(functions, chunk, ends, layers, batch, fill, row, rows["ends"], buffers, sums)
         arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
         buffers = dict(buffers, inputs=_put(buffers["inputs"], x, row["looked_up"]))
         for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
             buffers[name] = _put(buffers[name], arrived.get(shift, made), slot)
         return (buffers, sums), None
 
-    def zeros(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, widened(leaf.dtype)), tree)
+    def slots(name: Buffer, of: PyTree, spare: int = 0) -> PyTree:
+        count = program.num_slots[name] + spare
+        return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), of)
 
     buffers = {
-        name: jnp.full((count + 1, *activation.shape), fill, activation.dtype)
-        for name, count in program.num_slots.items()
+        # Something arrives in every tick; what nobody reads goes to a spare slot.
+        "inputs": slots("inputs", activation, spare=1),
+        "gradients": slots("gradients", activation, spare=1),
+        "residuals": slots("residuals", chunk.residuals),
+        "deferred": slots("deferred", chunk.operands),
     }
-    rows = {
-        "op": program.op,
-        "part": program.part,
-        "is_last": program.part == schedule.num_parts - 1,
-        "chunk": program.chunk,
-        "microbatch": program.microbatch,
-        "slots": dict(program.slots),
-        "looked_up": program.looked_up,
-        "arrivals": tuple(program.arrivals.values()),
-    }
-    start = buffers, (zeros(reported), zeros(ends), zeros(layers))
-    (_, (loss, by_ends, by_layers)), _ = lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))
-    by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), by_layers)
-    return lax.psum(loss, AXIS), by_ends, by_layers
+    sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, widened(leaf.dtype)), (reported, told, ends, layers))
+    (_, (loss, told, by_ends, by_layers)), _ = lax.scan(tick, (buffers, sums), program.rows())
+    told, by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), (told, by_layers))
+    return lax.psum(loss, AXIS), told, by_ends, by_layers
 
 
-def _act(
+Sums = tuple[Array, PyTree, PyTree, PyTree]
+"""What is reported; what layers told; gradients by ends; by layers."""
+
+
+def _act_on_ends(
     functions: Functions,
-    ops: frozenset[Op],
-    fill: float,
+    chunk: "_Chunk",
     ends: PyTree,
     layers: PyTree,
+    batch: PyTree,
+    fill: float,
     row: dict[str, Any],
-    microbatch: PyTree,
-    x: Array,
-    dy: Array,
-    sums: tuple[Array, PyTree, PyTree],
-) -> tuple[Array, Array, tuple[Array, PyTree, PyTree]]:
-    """A stage's tick: (its input, what it sends on, sums).
+    _: dict[str, Any],
+    buffers: dict[str, PyTree],
+    sums: Sums,
+) -> tuple[Array, Array, dict[str, PyTree], Sums]:
+    """A stage's tick: (its input, what it sends on, buffers, sums); the first stage looks up, the last one does the
+    head's work with its last layers'.
 
     Sums pass through conditionals of two branches, the first of which leaves them alone (see _when): those XLA updates
     in place, where it copies what passes through a switch, in every branch.
     """
-    loss, by_ends, by_layers = sums
-    op, is_first, is_last = row["op"], row["part"] == 0, row["is_last"]
-    embed = partial(functions.embed, microbatch=microbatch)
-    stage = partial(functions.stage, microbatch=microbatch)
-    head = partial(functions.head, microbatch=microbatch)
-    nothing = jnp.full(x.shape, fill, x.dtype)
-
-    def own() -> PyTree:
-        return _at(layers, row["chunk"])
-
-    def of_input(x: Array, dy: Array) -> Array:
-        weights = own()
-        return jax.vjp(lambda x: stage(weights, x), x)[1](dy)[0]
-
-    def of_both(x: Array, dy: Array) -> tuple[Array, PyTree]:
-        by_own, dx = jax.vjp(stage, own(), x)[1](dy)
-        return dx, by_own
-
-    def of_weights(x: Array, dy: Array) -> tuple[Array, PyTree]:
-        return nothing, jax.vjp(lambda own: stage(own, x), own())[1](dy)[0]
-
-    def add_layers(made: Array, by_layers: PyTree) -> tuple[Array, PyTree]:
-        made, by_own = _choose(op, {o: f for o, f in ((Op.BW, of_both), (Op.W, of_weights)) if o in ops}, x, dy)
-        return made, _add_at(by_layers, by_own, row["chunk"])
+    microbatch = _at(batch, row["microbatch"])
+    embed, head = partial(functions.embed, microbatch=microbatch), partial(functions.head, microbatch=microbatch)
 
     def add_head(y: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
         minimised, pull, reported = jax.vjp(head, ends, y, has_aux=True)
@@ -142,14 +141,196 @@ def _act(
     def add_embedding(by_ends: PyTree) -> PyTree:
         return _add(by_ends, jax.vjp(embed, ends)[1](made)[0])
 
-    is_forward, gives_input, gives_weights = op == Op.F, (op == Op.B) | (op == Op.BW), (op == Op.W) | (op == Op.BW)
-    x = _when(is_forward & is_first, lambda x: embed(ends), x)
-    light = {Op.NOP: lambda x, dy: nothing, Op.F: lambda x, dy: stage(own(), x), Op.B: of_input}
-    made = _choose(op, {o: f for o, f in light.items() if o in ops}, x, dy)
-    made, by_layers = _when(gives_weights, add_layers, made, by_layers)
-    made, loss, by_ends = _when(is_forward & is_last, add_head, made, loss, by_ends)
-    by_ends = _when(gives_input & is_first, add_embedding, by_ends)
-    return x, made, (loss, by_ends, by_layers)
+    x = _at(buffers["inputs"], row["slots"]["inputs"])
+    x = _when(row["looks_up"], lambda x: embed(ends), x)
+    made, buffers, (loss, told, by_ends, by_layers) = _act(
+        functions, chunk, layers, microbatch, fill, row, x, buffers, sums
+    )
+    made, loss, by_ends = _when(row["is_scored"], add_head, made, loss, by_ends)
+    by_ends = _when(row["ends_backward"], add_embedding, by_ends)
+    return x, made, buffers, (loss, told, by_ends, by_layers)
+
+
+def _act_on_spread_ends(
+    functions: Functions,
+    chunk: "_Chunk",
+    ends: PyTree,
+    layers: PyTree,
+    batch: PyTree,
+    fill: float,
+    row: dict[str, Any],
+    shared: dict[str, Any],
+    buffers: dict[str, PyTree],
+    sums: Sums,
+) -> tuple[Array, Array, dict[str, PyTree], Sums]:
+    """Likewise, where all stages look up and score together what one of them is at: a branch that all take alike."""
+    microbatch = _at(batch, row["microbatch"])
+
+    def of_all(value: Array, mine: Array) -> Array:
+        return lax.psum(jnp.where(mine, value, jnp.zeros((), value.dtype)), AXIS)
+
+    def at(function: Callable, event: str) -> Callable:
+        return partial(function, microbatch=_at(batch, shared[event]["microbatch"]))
+
+    def add_head(made: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
+        mine = row["is_scored"]
+        minimised, pull, reported = jax.vjp(at(functions.head, "is_scored"), ends, of_all(made, mine), has_aux=True)
+        of_ends, dy = pull(jnp.ones_like(minimised))
+        reported = jnp.where(mine, reported, jnp.zeros((), reported.dtype)).astype(loss.dtype)
+        return jnp.where(mine, lax.psum(dy, AXIS), made), loss + reported, _add(by_ends, of_ends)
+
+    def add_embedding(by_ends: PyTree) -> PyTree:
+        pull = jax.vjp(at(functions.embed, "ends_backward"), ends)[1]
+        return _add(by_ends, pull(of_all(made, row["ends_backward"]))[0])
+
+    def look_up(x: Array) -> Array:
+        return jnp.where(row["looks_up"], at(functions.embed, "looks_up")(ends), x)
+
+    x = _when(shared["looks_up"]["happens"], look_up, _at(buffers["inputs"], row["slots"]["inputs"]))
+    made, buffers, (loss, told, by_ends, by_layers) = _act(
+        functions, chunk, layers, microbatch, fill, row, x, buffers, sums
+    )
+    made, loss, by_ends = _when(shared["is_scored"]["happens"], add_head, made, loss, by_ends)
+    by_ends = _when(shared["ends_backward"]["happens"], add_embedding, by_ends)
+    return x, made, buffers, (loss, told, by_ends, by_layers)
+
+
+def _act(
+    functions: Functions,
+    chunk: "_Chunk",
+    layers: PyTree,
+    microbatch: PyTree,
+    fill: float,
+    row: dict[str, Any],
+    x: Array,
+    buffers: dict[str, PyTree],
+    sums: Sums,
+) -> tuple[Array, dict[str, PyTree], Sums]:
+    """What a stage's layers do in a tick: (what they make, buffers, sums)."""
+    loss, told, by_ends, by_layers = sums
+    structure = jax.tree.structure(by_layers)
+    totals = dict(enumerate(jax.tree.leaves(by_layers)))
+    residuals, deferred = buffers["residuals"], buffers["deferred"]
+    place = row["slots"]
+
+    def own() -> tuple[PyTree, PyTree, Array]:
+        return _at(layers, row["chunk"]), microbatch, row["part"]
+
+    def forward(made: Array, told: PyTree, residuals: PyTree) -> tuple[Array, PyTree, PyTree]:
+        made, of_layers, kept = chunk.forward(*own(), x)
+        return made, _add_at(told, of_layers, row["chunk"]), _put(residuals, kept, place["residuals"])
+
+    def backward(together: bool) -> tuple[Array, dict[int, Array], PyTree]:
+        dy, kept = _at(buffers["gradients"], place["gradients"]), _at(residuals, place["residuals"])
+        return chunk.backward(*own(), x, dy, kept, together)
+
+    def of_both(made: Array, totals: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
+        made, gradients, operands = backward(together=True)
+        return made, _add_at(totals, {**gradients, **functions.summed(chunk.of_weights(operands))}, row["chunk"])
+
+    def of_input(made: Array, others: dict[int, Array], deferred: PyTree) -> tuple[Array, dict[int, Array], PyTree]:
+        made, gradients, operands = backward(together=False)
+        return made, _add_at(others, gradients, row["chunk"]), _put(deferred, operands, place["deferred"])
+
+    def of_weights(weights: dict[int, Array]) -> dict[int, Array]:
+        gradients = functions.summed(chunk.of_weights(_at(deferred, place["deferred"])))
+        return _add_at(weights, gradients, row["chunk"])
+
+    made = jnp.full(x.shape, fill, x.dtype)
+    made, told, residuals = _when(row["op"] == Op.F, forward, made, told, residuals)
+    if Op.BW in chunk.ops:
+        made, totals = _when(row["op"] == Op.BW, of_both, made, totals)
+    if Op.B in chunk.ops:
+        weights = {number: totals[number] for number in chunk.operands}
+        others = {number: total for number, total in totals.items() if number not in weights}
+        made, others, deferred = _when(row["op"] == Op.B, of_input, made, others, deferred)
+        weights = _when(row["op"] == Op.W, of_weights, weights)
+        totals = {**weights, **others}
+    by_layers = jax.tree.unflatten(structure, [totals[number] for number in range(len(totals))])
+    return made, dict(buffers, residuals=residuals, deferred=deferred), (loss, told, by_ends, by_layers)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Passes through the layers of one chunk, and the shapes of what goes from one to another."""
+
+    stage: Callable[..., tuple[tuple[Array, Array], PyTree]]
+    """(own layers, microbatch, part, x) -> ((output, what is minimised), told)"""
+    ops: frozenset[Op]
+    apart: WeightsApart | None
+    kept: Kept | None
+    minimised: jax.ShapeDtypeStruct
+    told: PyTree
+    operands: PyTree
+    residuals: PyTree
+
+    @classmethod
+    def of(
+        cls,
+        functions: Functions,
+        own: PyTree,
+        x: Any,
+        microbatch: PyTree,
+        ops: frozenset[Op],
+        keeps_residuals: bool,
+    ) -> "_Chunk":
+        def stage(own: PyTree, microbatch: PyTree, part: Array, x: Array) -> tuple[tuple[Array, Array], PyTree]:
+            y, minimised, told = functions.stage(own, x, microbatch=microbatch, part=part)
+            return (y, minimised), told
+
+        part: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        (_, minimised), told = jax.eval_shape(stage, own, microbatch, part, x)
+        apart, operands = None, {}
+        if Op.B in ops:
+            apart = WeightsApart.of(lambda own: stage(own, microbatch, part, x), own, functions.are_weights)
+            operands = apart.operands(jax.tree.leaves(own)[0].shape[0])
+        self = cls(stage, ops, apart, None, minimised, told, operands, ())
+        if not keeps_residuals:
+            return self
+        kept = Kept.of(lambda *at: self.vjp(*at)[1], own, microbatch, part, x)
+        return replace(self, kept=kept, residuals=kept.arrays)
+
+    def vjp(self, own: PyTree, microbatch: PyTree, part: Array, x: Array, together: bool = False) -> tuple[Any, ...]:
+        """((output, what is minimised), pull, told)"""
+        if together or self.apart is None:
+            return jax.vjp(lambda own, x: self.stage(own, microbatch, part, x), own, x, has_aux=True)
+        apart = self.apart
+        weights, others = apart.parts(own)
+
+        def function(others: PyTree, operands: PyTree, x: Array) -> tuple[tuple[Array, Array], PyTree]:
+            return self.stage(apart.joined(own, weights, others, operands), microbatch, part, x)
+
+        return jax.vjp(function, others, zeros(self.operands), x, has_aux=True)
+
+    def forward(self, own: PyTree, microbatch: PyTree, part: Array, x: Array) -> tuple[Array, PyTree, PyTree]:
+        """(output, told, what is kept)"""
+        if self.kept is None:
+            (y, _), told = self.stage(own, microbatch, part, x)
+            return y, told, ()
+        (y, _), pull, told = self.vjp(own, microbatch, part, x)
+        return y, told, self.kept.arrays_of(pull)
+
+    def backward(
+        self, own: PyTree, microbatch: PyTree, part: Array, x: Array, dy: Array, kept: PyTree, together: bool
+    ) -> tuple[Array, dict[int, Array], PyTree]:
+        """(gradient by the input; by leaves of the layers; operands of those that are left out)
+
+        together: nothing need be left out. What a forward pass kept is for the one way that it was kept for.
+        """
+        if self.kept is None:
+            pull = self.vjp(own, microbatch, part, x, together)[1]
+        else:
+            pull, together = self.kept.restore(kept, own, microbatch, part, x), False
+        cotangents = dy, jnp.ones(self.minimised.shape, self.minimised.dtype)
+        if together or self.apart is None:
+            by_own, dx = pull(cotangents)
+            return dx, dict(enumerate(jax.tree.leaves(by_own))), None
+        others, operands, dx = pull(cotangents)
+        return dx, others, operands
+
+    def of_weights(self, operands: PyTree | None) -> dict[int, Array]:
+        """Gradients by those of the leaves that `backward` left out."""
+        return {} if operands is None or self.apart is None else self.apart.gradients(operands)
 
 
 def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
@@ -161,21 +342,17 @@ def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
     return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
 
 
-def _choose(op: Array, functions: Mapping[Op, Callable], *operands: Array) -> Any:
-    """The op's function of the operands, or the first one where it has none."""
-    index = sum((op == each).astype(jnp.int32) * i for i, each in enumerate(functions))
-    return lax.switch(index, list(functions.values()), *operands)
-
-
-def relay(schedule: Schedule, stack: Callable[[PyTree, Array], Array], layers: PyTree, x: Array) -> Array:
+def relay(
+    schedule: Schedule, stack: Callable[[PyTree, Array], tuple[Array, PyTree]], layers: PyTree, x: Array
+) -> Array:
     """stack(layers of a chunk, x) from the first part to the last, one stage at work at a time, the others idle: for
-    evaluation and sampling. The result is on all stages."""
+    evaluation and sampling. The result is on all stages; what layers tell is dropped."""
     layers = _by_chunk(layers, schedule.num_chunks)
     places = [schedule.locate(part) for part in range(schedule.num_parts)]
 
     def part(x: Array, place: tuple[Array, Array]) -> tuple[Array, None]:
         stage, chunk = place
-        y = stack(_at(layers, chunk), x)
+        y, _ = stack(_at(layers, chunk), x)
         return lax.psum(jnp.where(lax.axis_index(AXIS) == stage, y, jnp.zeros((), y.dtype)), AXIS), None
 
     stages, chunks = (jnp.array(numbers, jnp.int32) for numbers in zip(*places))
@@ -197,8 +374,8 @@ def _at(tree: PyTree, index: Any) -> PyTree:
     return jax.tree.map(at, tree)
 
 
-def _put(buffer: Array, value: Array, index: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(buffer, value, index, 0)
+def _put(buffers: PyTree, values: PyTree, index: Array) -> PyTree:
+    return jax.tree.map(lambda buffer, value: lax.dynamic_update_index_in_dim(buffer, value, index, 0), buffers, values)
 
 
 def _add(totals: PyTree, addends: PyTree) -> PyTree:
@@ -206,7 +383,7 @@ def _add(totals: PyTree, addends: PyTree) -> PyTree:
 
 
 def _add_at(totals: PyTree, addends: PyTree, chunk: Array) -> PyTree:
-    """To the parts at a chunk."""
-    return jax.tree.map(
-        lambda total, addend: _put(total, _at(total, chunk) + addend.astype(total.dtype), chunk), totals, addends
-    )
+    """To the parts at a chunk; dicts may lack some of the totals' keys."""
+    if isinstance(totals, dict):
+        return {key: _add_at(total, addends[key], chunk) if key in addends else total for key, total in totals.items()}
+    return _put(totals, _at(totals, chunk) + addends.astype(totals.dtype), chunk)

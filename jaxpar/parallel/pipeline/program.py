@@ -3,15 +3,17 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from jaxpar.parallel.pipeline.schedule import Action, Op, Schedule, Task
 from jaxpar.parallel.pipeline.validate import Lease, assign_slots
 
-Buffer = Literal["inputs", "gradients"]
+Buffer = Literal["inputs", "gradients", "residuals", "deferred"]
 Table = Int[np.ndarray, "T P"]
 
 
@@ -33,7 +35,8 @@ class Program:
     microbatch: Table
     chunk: Table
     slots: Mapping[Buffer, Table]
-    """Of the part's input and of its output's gradient, to read."""
+    """Of the part's input and of its output's gradient, to read; of what a forward pass keeps and of what a weight
+    gradient waits for, to write and later to read."""
     looked_up: Table
     """The slot in which the first part keeps its own input."""
     arrivals: Mapping[Arrival, Table]
@@ -41,6 +44,32 @@ class Program:
     hops: Mapping[int, tuple[tuple[int, int], ...]]
     """The pairs of stages (from, to) that are so many places apart, other than 0, and send."""
     num_slots: Mapping[Buffer, int]
+    num_parts: int
+
+    def rows(self) -> dict[str, Any]:
+        """What a loop goes by, each with a leading dim of ticks: `own` with a dim of stages, `ends` for all stages: by
+        which of a model's ends has work in a tick, whether it has, and of which microbatch."""
+        is_first, is_last, is_forward = self.part == 0, self.part == self.num_parts - 1, self.op == Op.F
+        events = {
+            "looks_up": is_forward & is_first,
+            "is_scored": is_forward & is_last,
+            "ends_backward": ((self.op == Op.B) | (self.op == Op.BW)) & is_first,
+        }
+        own = {
+            "op": self.op,
+            "part": self.part,
+            "chunk": self.chunk,
+            "microbatch": self.microbatch,
+            "slots": dict(self.slots),
+            "looked_up": self.looked_up,
+            "arrivals": tuple(self.arrivals.values()),
+            **events,
+        }
+        ends = {
+            name: {"happens": event.any(axis=1), "microbatch": np.where(event, self.microbatch, 0).max(axis=1)}
+            for name, event in events.items()
+        }
+        return jax.tree.map(jnp.asarray, {"own": own, "ends": ends})
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Program":
@@ -48,8 +77,7 @@ class Program:
         assert schedule.num_slices == 1
         slots = assign_slots(schedule)
         num_slots: dict[Buffer, int] = {
-            "inputs": max(slots.count(slots.inputs, schedule.num_stages)),
-            "gradients": max(slots.count(slots.gradients, schedule.num_stages)),
+            buffer: max(slots.count(getattr(slots, buffer), schedule.num_stages)) for buffer in get_args(Buffer)
         }
         shape = schedule.num_ticks, schedule.num_stages
 
@@ -57,7 +85,7 @@ class Program:
             return np.full(shape, num_slots[buffer], np.int32)
 
         op, parts, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(4))
-        reads: dict[Buffer, Table] = {"inputs": unused("inputs"), "gradients": unused("gradients")}
+        used: dict[Buffer, Table] = {buffer: unused(buffer) for buffer in get_args(Buffer)}
         looked_up = unused("inputs")
         arrivals: dict[Arrival, Table] = {}
         hops: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
@@ -65,10 +93,13 @@ class Program:
         for tick, stage, action in schedule.actions():
             at, part = (tick, stage), schedule.part(stage, action.chunk)
             op[at], parts[at], microbatch[at], chunk[at] = action.op, part, action.microbatch, action.chunk
-            lease = slots.inputs[Task(Op.F, part, action.microbatch, 0)]
-            (looked_up if action.op is Op.F and part == 0 else reads["inputs"])[at] = lease.slot
+            forward, backward, weights = (Task(each, part, action.microbatch, 0) for each in (Op.F, Op.B, Op.W))
+            (looked_up if action.op is Op.F and part == 0 else used["inputs"])[at] = slots.inputs[forward].slot
+            used["residuals"][at] = slots.residuals[forward].slot
             if action.op is not Op.F:
-                reads["gradients"][at] = slots.gradients[Task(Op.B, part, action.microbatch, 0)].slot
+                used["gradients"][at] = slots.gradients[backward].slot
+            if weights in slots.deferred:
+                used["deferred"][at] = slots.deferred[weights].slot
             if sent := _sent(action, part, schedule.num_parts):
                 buffer, task = sent
                 leases: dict[Task, Lease] = getattr(slots, buffer)
@@ -83,11 +114,12 @@ class Program:
             parts,
             microbatch,
             chunk,
-            reads,
+            used,
             looked_up,
             arrivals,
             {shift: tuple(sorted(pairs)) for shift, pairs in sorted(hops.items())},
             num_slots,
+            schedule.num_parts,
         )
 
 

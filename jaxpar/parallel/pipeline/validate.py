@@ -67,11 +67,11 @@ class Slots:
     """
 
     inputs: dict[Task, Lease]
-    """By F: a part's input, from arrival (the model's first part: from F) until B and W have used it."""
+    """By F: a part's input, from arrival (the model's first part: from F) until B has used it."""
     residuals: dict[Task, Lease]
     """By F: what a forward pass keeps for its backward pass, from F until B, where that is not recomputed."""
     gradients: dict[Task, Lease]
-    """By B: the gradient of a part's output, from arrival until B and W have used it (the last part's: from F on)."""
+    """By B: the gradient of a part's output, from arrival until B has used it (the last part's: from F on)."""
     deferred: dict[Task, Lease]
     """By W: what a weight gradient needs, from its B until it runs; none where both are one action."""
 
@@ -90,15 +90,15 @@ def assign_slots(schedule: Schedule) -> Slots:
     inputs, residuals, gradients, deferred = {}, {}, {}, {}
     for task, tick in tick_of.items():
         _, part, microbatch, piece = task
-        backward, weights = Task(Op.B, part, microbatch, piece), Task(Op.W, part, microbatch, piece)
+        backward = Task(Op.B, part, microbatch, piece)
         if task.op is Op.F:
             before = Task(Op.F, part - 1, microbatch, piece)
-            inputs[task] = (tick_of[before] + 1 if part > 0 else tick, tick_of[weights])
+            inputs[task] = (tick_of[before] + 1 if part > 0 else tick, tick_of[backward])
             residuals[task] = (tick, tick_of[backward])
         elif task.op is Op.B:
             is_last = part == schedule.num_parts - 1
             source = Task(Op.F, part, microbatch, piece) if is_last else Task(Op.B, part + 1, microbatch, piece)
-            gradients[task] = (tick_of[source] + 1, tick_of[weights])
+            gradients[task] = (tick_of[source] + 1, tick)
         elif task.op is Op.W and tick > tick_of[backward]:
             deferred[task] = (tick_of[backward], tick)
     return Slots(*(_color(schedule, spans) for spans in (inputs, residuals, gradients, deferred)))

@@ -33,7 +33,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxpar import toml
 from jaxpar.config import Config
-from jaxpar.parallel.axes import mesh_axes
+from jaxpar.parallel.axes import axes_of
 from jaxpar.training.checkpoints import integrity
 from jaxpar.training.distributed.processes import from_each, from_first
 from jaxpar.training.model import Model
@@ -156,9 +156,9 @@ class Checkpoints:
         return with_whole_weights(self.model, state)
 
     def _reordered(self, leaf: Array, order: np.ndarray) -> Array:
-        """The leaf with its layers in that order: they are what is cut over `pipe`."""
+        """The leaf with its layers in that order: they are what is cut over `pipe` alone."""
         sharding = leaf.sharding
-        is_stacked = isinstance(sharding, NamedSharding) and "pipe" in mesh_axes(sharding.spec)
+        is_stacked = isinstance(sharding, NamedSharding) and axes_of((*sharding.spec, None)[0]) == ("pipe",)
         if not is_stacked or np.array_equal(order, np.arange(order.size)):
             return leaf
         return jax.jit(lambda leaf: leaf.at[order].get(out_sharding=sharding))(leaf)
