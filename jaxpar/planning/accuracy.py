@@ -1,7 +1,7 @@
 """How well the planner predicts published runs: `python -m jaxpar.planning.accuracy [RUNS.json] [--fit] [--docs docs]`.
 
-Writes planner-accuracy.md and .png: errors by source, with whole sources, random halves and whole models held out of the fit.
---fit first fits the calibration table that comes with jaxpar again, and writes it.
+Writes planner-accuracy.md and .png: errors by source; with whole sources, random halves and whole models held out of
+the fit. --fit first fits the calibration table that comes with jaxpar again, and writes it.
 """
 
 import argparse
@@ -76,21 +76,25 @@ def report(runs: Sequence[Run], table: CalibrationTable) -> str:
     lines = [
         "# How well the planner predicts\n",
         f"Made by `python -m jaxpar.planning.accuracy` from {len(runs)} published runs "
-        "(jaxpar/planning/data/published_runs.json, each with its source). The error is the relative one of tokens per second "
-        "and device, or of MFU in the source's own convention where only that was published. A prediction sees the model, the "
-        "chip, the layout and the batch; what a source leaves out is filled in by jaxpar/planning/run_defaults.py.\n",
+        "(jaxpar/planning/data/published_runs.json, each with its source). The error is the relative one of tokens per "
+        "second and device, or of MFU in the source's own convention where only that was published. A prediction sees "
+        "the model, the chip, the layout and the batch; what a source leaves out is filled in by "
+        "jaxpar/planning/run_defaults.py.\n",
         "![predicted and published MFU](planner-accuracy.png)\n",
-        f"## With the table that comes with jaxpar\n\n{len(NUMBERS)} numbers for {len(runs)} runs, each with a prior.\n",
+        "## With the table that comes with jaxpar\n",
+        f"{len(NUMBERS)} numbers for {len(runs)} runs, each with a prior.\n",
         _HEAD.format("source"),
         *fitted,
         _row("all", errors(runs, table)),
-        "\n## With the source held out\n\nFitted to all others; what only its runs could tell stays at the prior. Some priors "
-        "were set by people who had seen the runs, so that these errors flatter a little.\n",
+        "\n## With the source held out\n",
+        "Fitted to all others; what only its runs could tell stays at the prior. The form of the model and some priors "
+        "were chosen with all of these runs in sight, so that these errors flatter a little.\n",
         _HEAD.format("source held out"),
         *(_row(name, found) for name, found in blind.items()),
         _row("all", all_blind),
-        f"\n## With half of the runs held out\n\n{HALVES} draws each: of single runs, and of whole models (all runs of one "
-        "model on one chip in one precision and source), whose relatives alone remain.\n",
+        "\n## With half of the runs held out\n",
+        f"{HALVES} draws each: of single runs, and of whole models (all runs of one model on one chip in one precision "
+        "and source), whose relatives alone remain.\n",
         _HEAD.format("held out"),
         _row("runs", random_halves(runs, _run)),
         _row("models", random_halves(runs, _model)),
@@ -137,9 +141,9 @@ def to_toml(table: CalibrationTable, runs: Sequence[Run]) -> str:
         on_chip.setdefault(table.entry_of(chip), Counter())[f"{name} in {run.job.precision}"] += 1
         in_framework.setdefault(name, Counter())[chip.name] += 1
     lines = [
-        "# Written by `python -m jaxpar.planning.accuracy --fit`; jaxpar/planning/fit.py has the priors. memory, network,",
-        "# overlap and jitter are fitted to all runs at once (jitter to GPUs' and TPUs' apart). newest_attention is no fit: the",
-        "# third FlashAttention, and cuDNN's, are 1.5 to 2 times as fast as the second on Hopper (arXiv 2407.08608).",
+        "# Written by `python -m jaxpar.planning.accuracy --fit`; jaxpar/planning/fit.py has the priors. memory,",
+        "# network and overlap are fitted to all runs at once, jitter to GPUs' and TPUs' apart. newest_attention is no fit:",
+        "# the third FlashAttention, and cuDNN's, are 1.5 to 2 times as fast as the second on Hopper (arXiv 2407.08608).",
         "\n[generations]",
         *(f'"{start}" = "{name}"' for start, name in table.generations.items()),
     ]

@@ -1,9 +1,9 @@
 """What arithmetic cannot know of a machine: which share of its peaks a kernel reaches, and what a framework adds.
 
-One table, data/calibration.toml, read as it stands; its entries were fitted to published runs by planning/fit.py and say to
-which. Few numbers on purpose: what is physics stays in step_time.py, what a framework does or does not do is a fact of
-the framework (`overlaps`, `fused`), and only what is left is fitted. A chip without an entry gets its generation's, by
-the list `generations`; a framework without one has no overhead of its own.
+One table, data/calibration.toml, whose entries were fitted to published runs by planning/fit.py and say to which. Few
+numbers on purpose: what is physics stays in kernel_time and step_time, what a framework does or does not do is a fact
+of the framework (`fused`, `overlaps`), and only what is left is fitted. A chip without an entry gets its generation's;
+our own programs, as "jaxpar", what a framework has before any run of it is seen.
 """
 
 import functools

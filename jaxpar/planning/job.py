@@ -91,8 +91,8 @@ class Job:
         if self.batch_size % parts:
             nearest = max(1, round(self.batch_size / parts)) * parts
             raise ValueError(
-                f"a batch of {self.batch_size} sequences does not divide into {parts} parts ({self.batch_ranks} ranks x "
-                f"{self.num_microbatches} microbatches); the nearest that does: {nearest}"
+                f"a batch of {self.batch_size} sequences does not divide into {parts} parts ({self.batch_ranks} ranks "
+                f"x {self.num_microbatches} microbatches); the nearest that does: {nearest}"
             )
         if self.seq_len % self.mesh["context"]:
             raise ValueError(

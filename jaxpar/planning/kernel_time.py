@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from jaxpar.planning.calibration import Calibration
 from jaxpar.planning.flops import attention_flops_per_token
 from jaxpar.planning.job import Job
+from meshes.spec import Chip
 from models.config import ModelConfig
 
-# Reads and writes of an activation, 2 bytes each, in units of the stream's width and of the MLP's. Separate kernels: two
-# norms (2 each) and two additions (3 each) forward, 3 each backward; GELU 2 and 3, SwiGLU 3 and 5. Compiled, each
-# norm runs with the addition before it, and the MLP's function in its product's epilogue or with one read and write less.
+# Reads and writes of an activation, 2 bytes each, in units of the stream's width and of the MLP's, forward and
+# backward. Separate kernels: two norms (2 each) and two additions (3 each), 3 each backward; GELU 2 and 3; SwiGLU's two
+# functions 2 and 3. Compiled, a norm runs with the addition before it, and an MLP's functions are one.
 _STREAM_PASSES = {False: (10.0, 12.0), True: (6.0, 8.0)}
 _GELU_PASSES = {False: (2.0, 3.0), True: (2.0, 2.0)}
 _SWIGLU_PASSES = {False: (5.0, 8.0), True: (3.0, 5.0)}
@@ -32,13 +33,14 @@ _BACKWARD_ATTENTION = 2.5
 _TILE = 128
 """Tokens of a tile on the diagonal, half of which the mask hides."""
 ATTENTION_KERNELS = {"flash-1": 0.5, "flash-2": 1.0}
-"""Speed beside FlashAttention-2, whose paper (arXiv 2307.08691) has it twice its first version's. A third, "newest", is the
-chip's own: its calibration says."""
+"""Speed beside FlashAttention-2, whose paper (arXiv 2307.08691) has it twice its first version's. A third, "newest", is
+the chip's own: its calibration says."""
 UNFUSED = "unfused"
 """Two products and a fused scale, mask and softmax between them, as before flash attention."""
 _SCORE_PASSES = (6.0, 8.0)
 """Of the scores, 2 bytes each: out of a product and into one, softmax, dropout; backward their gradients too."""
-_BYTES = {"float8": 1.0, "int8": 1.0, "float4": 0.5}
+_BYTES = {"float32": 4.0, "float8": 1.0, "int8": 1.0, "float4": 0.5}
+"""Of a product's operand; 2 for any other."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +102,29 @@ class _Rates:
     """Bytes moved to cast one element of an operand, in both of the layouts that its products need."""
 
 
+def peak_flops(chip: Chip, precision: str) -> float:
+    """FLOP/s; either 16-bit format stands for the other. ValueError where the chip has, as published, none."""
+    halves = {"bfloat16": "float16", "float16": "bfloat16"}
+    for name in (precision, halves.get(precision, precision)):
+        if name in chip.peak_flops:
+            return chip.peak_flops[name]
+    raise ValueError(
+        f"{chip.name} has no published peak for {precision} products: choose one of {', '.join(chip.peak_flops)}"
+    )
+
+
 def rates(job: Job, calibration: Calibration) -> _Rates:
-    """ValueError where the chip, as published, does not multiply in the job's precision."""
+    """ValueError where the chip does not multiply in the job's precision."""
     chip, known = job.cluster.chip, calibration.chip
-    half = "bfloat16" if "bfloat16" in chip.peak_flops else "float16"
-    precision = half if job.precision in ("bfloat16", "float16") else job.precision
-    if precision not in chip.peak_flops:
-        raise ValueError(
-            f"{chip.name} has no published peak for {job.precision} products: choose one of {', '.join(chip.peak_flops)}"
-        )
-    bytes_each = _BYTES.get(precision, 4.0 if precision == "float32" else 2.0)
+    half, share = peak_flops(chip, "bfloat16"), known.matmul["bfloat16"]
+    operand = _BYTES.get(job.precision, 2.0)
     return _Rates(
-        matmul=chip.peak_flops[precision] * known.matmul.get(precision, known.matmul["bfloat16"]),
-        matmul_16=chip.peak_flops[half] * known.matmul["bfloat16"],
-        attention=chip.peak_flops[half] * known.attention,
+        matmul=peak_flops(chip, job.precision) * known.matmul.get(job.precision, share),
+        matmul_16=half * share,
+        attention=half * known.attention,
         memory=chip.memory_bandwidth * known.memory,
-        operand_bytes=bytes_each,
-        cast_bytes=2 + 2 * bytes_each if bytes_each < 2 else 0.0,
+        operand_bytes=operand,
+        cast_bytes=2 + 2 * operand if operand < 2 else 0.0,
     )
 
 
@@ -185,8 +193,3 @@ def product(speeds: _Rates, m: float, k: float, n: float) -> Seconds:
     forward = operands * (m * k + k * n) + 2 * m * n + speeds.cast_bytes * (m * k + k * n)
     backward = 2 * operands * m * n + operands * (k * n + m * k) + 2 * m * k + 8 * k * n + speeds.cast_bytes * m * n
     return Seconds(compute + forward / speeds.memory, 2 * compute + backward / speeds.memory)
-
-
-def num_moe_layers(model: ModelConfig) -> int:
-    """Layers with experts: every `moe_every`-th of those after the dense ones."""
-    return (model.num_layers - model.num_dense_layers) // model.moe_every if model.num_experts else 0

@@ -79,7 +79,9 @@ def scatter(points: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> 
     axes.fill_between([0, most], [0, 0.75 * most], [0, 1.25 * most], color="#eeeeee", label="within 25%")
     axes.plot([0, most], [0, most], color="#888888", linewidth=1)
     for index, (name, found) in enumerate(points.items()):
-        axes.scatter(*zip(*found), s=16, alpha=0.8, color=colormaps["tab10"](index), label=f"{name} ({len(found)})")
+        published, predicted = zip(*found)
+        label, color = f"{name} ({len(found)})", colormaps["tab10"](index)
+        axes.scatter(published, predicted, s=16, alpha=0.8, color=color, label=label)
     axes.set(xlim=(0, most), ylim=(0, most), xlabel="published MFU", ylabel="predicted MFU", aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda share, _: f"{share:.0%}")

@@ -52,7 +52,7 @@ FRAMEWORKS = (
         remat="full",
         convention="palm",
         microbatch=4,
-        reasons="the paper's section 3.5: full recomputation; section 5.1: two or more chunks where it interleaves; its "
+        reasons="the paper's section 3.5: full recomputation; section 2.2: interleaved, with the fewest chunks; "
         "equation 3 counts attention in full",
     ),
     Framework(
@@ -85,7 +85,7 @@ FRAMEWORKS = (
         "maxtext",
         remat="full",
         convention="palm",
-        reasons="scripts MaxText/configs/v5e and v5p: remat, batch and model by size, see below; counts attention in full",
+        reasons="its scripts (configs/v5e, v5p) give remat, batch and model by size; attention counts in full",
     ),
     Framework(
         "jaxpar", "", remat="full", convention="palm", pipeline="1f1b", reasons="any other source: our own defaults"
@@ -118,8 +118,8 @@ def maxtext_model(parameters: float) -> ModelConfig:
 
 
 def gpt_of_size(parameters: float, stages: int) -> ModelConfig:
-    """A GPT of so many parameters with Megatron's ratio of width to depth, as many layers in each of two chunks of a stage
-    and heads for 8 ranks of a server."""
+    """A GPT of so many parameters with Megatron's ratio of width to depth, an even number of layers in each stage, and
+    heads for 8 ranks of a server."""
     sizes, ratios = zip(*_MEGATRON_SHAPES)
     logs = [math.log(size) for size in sizes]
     ratio = _interpolate(math.log(parameters), logs, ratios)
@@ -149,8 +149,8 @@ def _interpolate(x: float, xs: list[float], ys: tuple[float, ...]) -> float:
 
 
 def default_chunks(model: ModelConfig, stages: int, framework: Framework) -> int:
-    """Chunks of a stage where a run that may interleave does not say: Llama 3's one layer each; in Megatron a divisor of
-    the stage's layers, as near as may be to four (in 2021, the fewest that interleave)."""
+    """Chunks of a stage where a run that may interleave does not say: Llama 3's one layer each; in Megatron a divisor
+    of the stage's layers, as near as may be to four (in 2021, the fewest that interleave)."""
     if framework.pipeline != "interleaved-1f1b":
         return 1
     if framework.name == "llama3":

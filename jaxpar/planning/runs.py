@@ -1,7 +1,7 @@
 """Published runs as jobs, and what the planner predicts for them: `python -m jaxpar.planning.runs RUNS.json`.
 
-A run is what its authors published: a model (or its size alone), a chip, how many, a layout, a batch. What they left out is
-filled in as their framework would, by run_defaults. `measured` is dropped as it is read.
+A run is what its authors published: a model (or its size alone), a chip, how many, a layout, a batch. What they left
+out is filled in as their framework would, by run_defaults. `measured` is dropped as it is read.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from jaxpar.planning.calibration import Calibration, CalibrationTable, calibrati
 from jaxpar.planning.conventions import convention as memory_convention
 from jaxpar.planning.flop_conventions import convention
 from jaxpar.planning.job import Job
+from jaxpar.planning.kernel_time import peak_flops
 from jaxpar.planning.memory import memory
 from jaxpar.planning.run_defaults import (
     FRAMEWORKS,
@@ -79,9 +80,8 @@ def calibration_of(row: Mapping[str, Any], job: Job, framework: Framework, table
 def rate_and_mfu(job: Job, framework: Framework, time: StepTime) -> tuple[float, float]:
     """Tokens per second and device, and the MFU as the source counts it."""
     per_token = convention(framework.convention).flops_per_token(shape_of(job.model), job.seq_len)
-    peak = job.cluster.chip.peak_flops.get(job.precision, job.cluster.chip.peak_flops["bfloat16"])
     rate = time.tokens_per_second_per_device
-    return rate, rate * per_token / peak
+    return rate, rate * per_token / peak_flops(job.cluster.chip, job.precision)
 
 
 def shape_of(model: ModelConfig) -> Shape:
@@ -229,7 +229,7 @@ def main(argv: Sequence[str]) -> None:
         predictions[row["id"]] = {
             "tokens_per_second_per_device": found.time.tokens_per_second_per_device,
             "mfu": found.mfu,
-            "memory_bytes": memory(found.job, memory_convention(found.framework.name)).fullest.total,
+            "memory_bytes": memory(found.job, memory_convention(found.framework.name)).summary()["total"],
         }
     print(json.dumps(predictions, indent=1))
 

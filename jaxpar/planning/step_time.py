@@ -1,4 +1,4 @@
-"""How long a step takes, and where the time goes: kernels, traffic that nothing hides, the pipeline's bubble, the update.
+"""How long a step takes, and where the time goes: kernels, traffic that nothing hides, a pipeline's bubble, the update.
 
     step      = (M t + (P - 1) t' / C + once + update) (1 + jitter log2(servers))
     t         = kernels + exposed traffic of one microbatch in the slowest stage; t' in a mean one; C chunks
@@ -27,8 +27,16 @@ from jaxpar.planning.flops import (
     recomputed_flops_per_token,
 )
 from jaxpar.planning.job import Job
-from jaxpar.planning.kernel_time import LayerSeconds, Seconds, head_seconds, layer_seconds, num_moe_layers, rates
+from jaxpar.planning.kernel_time import (
+    LayerSeconds,
+    Seconds,
+    head_seconds,
+    layer_seconds,
+    peak_flops,
+    rates,
+)
 from jaxpar.planning.schedules import bubble as schedule_bubble
+from jaxpar.planning.shapes import num_moe_layers
 from jaxpar.planning.traffic import Traffic, TrafficSettings, activation_traffic, weight_traffic
 from meshes.mesh import MESH_AXES
 from models.config import ModelConfig
@@ -92,7 +100,6 @@ class _Stage:
     def kernels(self) -> float:
         return self.layers * self.layer_total + self.heads * self.overhead * self.head.total
 
-
     def mean_share(self, model: ModelConfig, stages: int) -> float:
         """A mean stage's time over this one's."""
         return (model.num_layers + self.heads) / ((self.layers + self.heads) * stages)
@@ -106,7 +113,7 @@ class _Ledger:
         self.hidden: dict[str, float] = defaultdict(float)
         self._overlap = calibration.chip.overlap
         self._axes = set(calibration.framework.overlaps)
-        # Tokens travel to their experts beside another chunk's kernels, where that is worth its trouble, or beside none.
+        # Tokens travel to experts beside another chunk's kernels, where they leave the server, or beside none.
         stride, size = _place(job, "expert")
         if job.chunks == 1 or stride * size <= job.cluster.levels[0].size:
             self._axes.discard("expert")
@@ -138,7 +145,9 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
     rate = job.tokens_per_step / (ideal + jitter) / job.num_devices
     per_token = matmul_flops_per_token(model) + attention_flops_per_token(model, job.seq_len, causal=True)
     recomputed = recomputed_flops_per_token(model, job.seq_len, job.remat_policy)
-    peak = job.cluster.chip.peak_flops.get(job.precision, job.cluster.chip.peak_flops["bfloat16"])
+    if stages > 1 and calibration.framework.reruns_stages:
+        recomputed += _forward_flops_per_token(job)
+    mfu = rate * 3 * per_token / peak_flops(job.cluster.chip, job.precision)
     times = microbatches * stage.layers
     return StepTime(
         matmul=times * stage.layer.matmul.total,
@@ -154,8 +163,8 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
         jitter=jitter,
         step=ideal + jitter,
         tokens_per_second_per_device=rate,
-        mfu=rate * 3 * per_token / peak,
-        hfu=rate * (3 * per_token + recomputed) / peak,
+        mfu=mfu,
+        hfu=mfu * (1 + recomputed / (3 * per_token)),
     )
 
 
@@ -172,8 +181,8 @@ def _jitter(job: Job, calibration: Calibration) -> float:
 
 
 def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
-    """Stages of equal depth where the layers divide, the slowest then the head's; else with as many layers fewer beside the
-    head as its time is worth."""
+    """Stages of equal depth where the layers divide, the slowest then the head's; else with as many layers fewer beside
+    the head as its time is worth."""
     speeds, model, stages = rates(job, calibration), job.model, job.mesh["pipe"]
     dense, experts = layer_seconds(job, calibration, speeds)
     layer = dense.mixed(experts, num_moe_layers(model) / model.num_layers)
@@ -197,10 +206,13 @@ def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
 
 def _recomputed_share(job: Job) -> float:
     """Of the layers' forward FLOPs."""
-    model = job.model
-    forward = matmul_flops_per_token(model) - head_matmul_flops_per_token(model)
-    forward += attention_flops_per_token(model, job.seq_len, causal=False)
-    return recomputed_flops_per_token(model, job.seq_len, job.remat_policy) / forward
+    return recomputed_flops_per_token(job.model, job.seq_len, job.remat_policy) / _forward_flops_per_token(job)
+
+
+def _forward_flops_per_token(job: Job) -> float:
+    """Of all layers, attention in full."""
+    attention = attention_flops_per_token(job.model, job.seq_len, causal=False)
+    return matmul_flops_per_token(job.model) - head_matmul_flops_per_token(job.model) + attention
 
 
 def _per_microbatch(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger) -> float:
