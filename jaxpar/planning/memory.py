@@ -15,6 +15,7 @@ Held against compiled programs in tests/test_memory.py.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -193,6 +194,10 @@ class Footprint:
     def __init__(self, job: Job, convention: Convention, cases: Cases):
         self._job, self._convention, self._cases = job, convention, cases
         found = shares(job.model, job.mesh)
+        if not convention.is_one_program:
+            # Others cut one flat buffer: no dim is there to be divided.
+            ranks = math.prod(job.mesh[axis] for axis in ("fsdp", "expert", "context"))
+            found = found.flat(ranks, ranks * job.mesh["data"])
         self._moe_share = num_moe_layers(job.model) / job.model.num_layers
         self._layer = found.layers(1 - self._moe_share, self._moe_share)
         self._of = sizes(job, cases.microbatches)
@@ -219,7 +224,8 @@ class Footprint:
         per_pass = layers / self._cases.chunks if convention.is_one_program else layers
         kept, again = self._kept(remat, per_pass, text)
         if not convention.is_one_program:
-            return self._sum(self._cases.held * kept, {"working": again})
+            working = working_bytes(job, self._of) * (0.5 if remat.keeps_all else 1.0)  # half of it is kept already
+            return self._sum(self._cases.held * kept, {"working": working + again})
         others: dict[str, Numbers] = {}
         if remat.keeps_all and job.zero == 3 and job.mesh["pipe"] == 1 and job.reshard_after_forward:
             others["gathered weights"] = job.compute_bytes * self._own.kept
@@ -267,7 +273,6 @@ class Footprint:
         job, convention, of = self._job, self._convention, self._of
         parameters, gradients, optimizer = self._state(self._own + self._embedding + self._head)
         others: dict[str, Numbers] = {
-            "working": working_bytes(job, of),
             "reserved": float(convention.reserved),
             "logits": convention.logit_bytes
             * of.tokens
@@ -275,13 +280,17 @@ class Footprint:
             / job.mesh["tensor"]
             * self._cases.has_head,
         }
-        if self._is_cut:
+        if self._is_cut and convention.gathers_kernels:
+            # Two, one of them ahead of time, and one's whole gradient.
+            kernel = job.model.embed_dim * job.model.mlp_dim / job.mesh["tensor"]
+            others["gathered weights"] = 3 * job.compute_bytes * kernel
+        elif self._is_cut:
             # A whole stage's weights, or two layers', one of them ahead of time; and a layer's whole gradient.
             layers = 2 * self._layer.whole if job.reshard_after_forward else self._own.whole
             weights = job.compute_bytes * (layers + self._embedding.whole + self._head.whole)
             others["gathered weights"] = weights + convention.gradients * self._layer.whole
         if job.mesh["pipe"] > 1:
-            others["between stages"] = 4 * job.compute_bytes * of.stream
+            others["between stages"] = 2 * job.compute_bytes * of.stream
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
 
     def _compiled(self) -> StageMemory:

@@ -142,8 +142,8 @@ def obstacle(request: Request, mesh: Mapping[str, int]) -> Rejection | None:
         slow, fast = (level.bandwidth / 1e9 for level in (beyond, innermost))
         return cannot(
             "crosses a slow link",
-            f"tensor={tensor} crosses from one {innermost.name} of {innermost.size} to another, at {slow:.0f} GB/s, not "
-            f"{fast:.0f}",
+            f"tensor={tensor} crosses from one {innermost.name} of {innermost.size} to another, at {slow:.0f} GB/s, "
+            f"not {fast:.0f}",
         )
     parts = math.lcm(multiple(request.order, context), context * tensor)
     if request.seq_len % parts:
