@@ -218,11 +218,16 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_of_run(row: Mapping[str, Any], job: Job, framework: Framework) -> Memory:
-    """Of a run that ran, and so fitted: where it does not say what it recomputed, all if nothing less fits."""
+    """Of a run that ran, and so fitted: where it does not say what it recomputed, or the size of its microbatches, it
+    did so or took smaller ones if nothing else fits."""
     convention = memory_convention(framework.name)
     found = memory(job, convention)
     if row.get("remat") is None and not found.fits:
-        found = min(found, memory(job.replace(remat="full"), convention), key=lambda each: each.fullest.total)
+        job = job.replace(remat="full")
+        found = min(found, memory(job, convention), key=lambda each: each.fullest.total)
+    while row.get("microbatch") is None and not found.fits and job.microbatch_size % 2 == 0:
+        job = job.replace(num_microbatches=2 * job.num_microbatches)
+        found = memory(job, convention)
     return found
 
 
