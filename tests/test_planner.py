@@ -108,7 +108,7 @@ ASKED = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "16", "--
 def test_json(capsys, tmp_path):
     rows = json.loads(run(capsys, *ASKED, "--top", "3", "--json", "--plot", str(tmp_path / "memory.svg")))
     assert len(rows) == 3
-    assert (tmp_path / "memory.svg").stat().st_size > 1000
+    assert all((tmp_path / f"{name}.svg").stat().st_size > 1000 for name in ("memory", "memory-time"))
     for row in rows:
         assert set(row) == {
             "mesh", "pipeline", "microbatches", "remat", "memory_bytes", "traffic_bytes", "seconds",

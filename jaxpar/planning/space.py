@@ -156,7 +156,8 @@ def obstacle(request: Request, mesh: Mapping[str, int]) -> Rejection | None:
             "indivisible: batch", f"{request.batch_size} sequences do not divide over {ranks} ranks of the batch{times}"
         )
     if not schedules(request, mesh["pipe"]):
-        return cannot("indivisible: layers", f"{model.num_layers} layers do not divide evenly over pipe={mesh['pipe']}")
+        asked = " and what was asked of it" if request.pipeline or request.chunks else ""
+        return cannot("too many stages", f"{model.num_layers} layers are too few for pipe={mesh['pipe']}{asked}")
     return None
 
 
