@@ -45,7 +45,8 @@ def save(choices: Sequence[Choice], path: Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
-def _label(choice: Choice) -> str:
+def label(choice: Choice) -> str:
+    """What tells a layout in a picture."""
     job = choice.job
     mesh = " ".join(f"{axis} {size}" for axis, size in job.mesh.items() if size > 1) or "1 device"
     return f"{mesh}\n{job.pipeline if job.mesh['pipe'] > 1 else f'remat {job.remat}'}"
