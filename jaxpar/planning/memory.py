@@ -208,6 +208,8 @@ class Footprint:
             self._embedding, self._head = found.embedding * (1 / cut), found.head * (1 / cut)
         else:
             self._embedding, self._head = found.embedding * cases.has_embedding, found.head * cases.has_head
+        self._operands: Numbers = 0.0
+        """Of a chunk's weight gradients that wait, one microbatch."""
         self._fixed = self._compiled() if convention.is_one_program else self._framework()
 
     @property
@@ -233,8 +235,11 @@ class Footprint:
             rest = layers % remat.every
             others["compiler's copies"] = np.where(rest > 0, 4 * self._layer.kept * (layers - rest), 0.0)
         if residuals:
-            # One more than are held at once: a chunk's before they are put to the others.
-            kept = kept * (self._cases.held * self._cases.chunks + 1)
+            # One more than are held at once: a chunk's before they are put to the others; and one that an input's
+            # gradient is made of, beside what it leaves for the weights'.
+            splits = self._cases.waiting > 0
+            kept = kept * (self._cases.held * self._cases.chunks + 1 + splits)
+            others["waiting weight gradients"] = splits * self._operands
         return self._sum(kept + again, others)
 
     def _sum(self, activations: Numbers, others: Mapping[str, Numbers]) -> StageMemory:
@@ -324,11 +329,11 @@ class Footprint:
         job, short, of, cases = self._job, self._job.compute_bytes, self._of, self._cases
         ends = (self._embedding.whole + self._head.whole) * (job.mesh["pipe"] if self._convention.is_one_program else 1)
         whole, part = self._own.whole + ends, self._own.whole / cases.chunks
-        operands = self._mixed(operand_bytes(job, of)) * (cases.layers / cases.chunks)
+        self._operands = self._mixed(operand_bytes(job, of)) * (cases.layers / cases.chunks)
         others = {
             "working": working_bytes(job, of),
             "between stages": cases.slots * short * of.stream,
-            "waiting weight gradients": cases.waiting * operands,
+            "waiting weight gradients": cases.waiting * self._operands,
             "gathered weights": short * ((whole if job.zero == 3 else ends) + np.where(cases.chunks > 1, part, 0.0)),
         }
         return StageMemory(parameters, 4 * whole + short * part, optimizer, 0.0, others)
