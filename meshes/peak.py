@@ -52,7 +52,7 @@ def peak_flops(devices: Sequence[jax.Device], dtype: str) -> PeakFlops:
     local = [device for device in devices if device in attached]
     if not local:
         raise ValueError(
-            f"meshes/chips.py has no {dtype} peak for '{first.device_kind}', and no such device "
+            f"meshes.CHIPS has no {dtype} peak for '{first.device_kind}', and no such device "
             "is attached to measure one: add the figure there or choose another dtype"
         )
     measured = _measured_flops(local[0], dtype)

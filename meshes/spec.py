@@ -41,3 +41,13 @@ class Chip:
     devices_per_chip: int = 1
     torus: tuple[int, ...] = ()
     """Of the largest pod, in chips; empty where a switch joins the devices."""
+
+
+def rates(**tera: float) -> dict[str, float]:
+    """FLOP/s by dtype, from TFLOP/s."""
+    return {dtype: rate * 1e12 for dtype, rate in tera.items()}
+
+
+def links(name: str, count: int, gigabytes: float, total: float | None = None) -> Link:
+    """From GB/s of one link, one way; the total is theirs if none is published."""
+    return Link(name, gigabytes * 1e9, count, (count * gigabytes if total is None else total) * 1e9)
