@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxpar.planning.oracles import (
     engine,
+    feasibility,
     hardware,
     inference,
     lecture,
@@ -19,7 +20,19 @@ from jaxpar.planning.oracles import (
 
 RULES = tuple(
     value
-    for module in (hardware, sizes, memory, runs, training, links, scaling_book, pipelines, inference, lecture)
+    for module in (
+        hardware,
+        sizes,
+        memory,
+        feasibility,
+        runs,
+        training,
+        links,
+        scaling_book,
+        pipelines,
+        inference,
+        lecture,
+    )
     for value in vars(module).values()
     if isinstance(value, engine.Rule)
 )

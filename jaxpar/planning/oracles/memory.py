@@ -1,11 +1,7 @@
 """Bytes of model states and activations, by the conventions of their sources."""
 
-import math
-
 from jaxpar.planning import memory_conventions as conventions
 from jaxpar.planning.oracles.engine import VALUE, Quantities, rule
-from models.published import shape as published
-from models.shapes import Shape
 
 _G, _GI, _MI = 1e9, 2**30, 2**20
 _STAGES = {"baseline": 0, "Pos": 1, "Pos_g": 2, "Pos_g_p": 3}
@@ -158,82 +154,3 @@ def scaling_book_remat(tokens: float, layers: int, hidden: int) -> Quantities:
 def checkpoints(layers: float, intermediate: float, layer_input: float) -> Quantities:
     found = conventions.optimal_checkpoints(layers, intermediate, layer_input)
     return {VALUE: found, "c": found}
-
-
-@rule(
-    "feasibility",
-    batch="gbs",
-    microbatch="mbs",
-    stages="pp",
-    context="cp",
-    chunks="vp",
-    expert="ep",
-    gigabytes="hbm_GB",
-)
-def layout(
-    model: str,
-    gigabytes: float,
-    devices: int,
-    batch: int,
-    microbatch: int,
-    seq: int,
-    tp: int = 1,
-    stages: int = 1,
-    cp: int = 1,
-    chunks: int = 1,
-    fsdp: int = 0,
-    expert: int = 1,
-) -> Quantities:
-    """A run of Megatron's; whether it fits with all of a layer computed again where need be."""
-    data = devices // (tp * stages * cp)
-    microbatches = batch // (microbatch * data)
-    needed = _bytes(published(model), microbatch * seq // cp, devices, tp, stages, fsdp > 1, True, expert=expert)
-    return {
-        "dp": data,
-        "microbatches": microbatches,
-        "bubble_of_ideal": (stages - 1) / (microbatches * (chunks or 1)),
-        "fits": needed <= gigabytes * _G,
-    }
-
-
-@rule("feasibility", microbatch="mbs", checkpointing="act_ckpt", gigabytes="hbm_GB")
-def fully_sharded(
-    model: str, gigabytes: float, devices: int, microbatch: int, seq: int, checkpointing: bool, precision: str = ""
-) -> Quantities:
-    per_parameter = 8 if "pure" in precision else conventions.ZERO_BYTES
-    found = published(model)
-    needed = _bytes(found, microbatch * seq, devices, 1, 1, True, checkpointing, per_parameter)
-    return {"fits": needed <= gigabytes * _G, "GB": needed / _G}
-
-
-@rule("feasibility", gigabytes="hbm_GB")
-def zero_fits(params: float, dp: int, gigabytes: float) -> Quantities:
-    return {name: conventions.zero_bytes(params, dp, stage) <= gigabytes * _G for name, stage in _STAGES.items()}
-
-
-def _bytes(
-    shape: Shape,
-    tokens: int,
-    devices: int,
-    tp: int,
-    stages: int,
-    sharded: bool,
-    full: bool,
-    per_parameter: float = conventions.MEGATRON_BYTES,
-    expert: int = 1,
-) -> float:
-    """Per device: states (all sharded, or the optimizer's alone over the data-parallel ranks), activations with flash
-    attention of as many microbatches as stages, the working set of one layer, and logits in float32."""
-    if sharded:
-        states = per_parameter * shape.parameters / devices + 4 * shape.parameters / shape.num_layers / tp
-    else:
-        data = devices / (tp * stages)
-        routed = shape.num_moe_layers * shape.num_experts * shape.expert_weights
-        here = (shape.parameters - routed) / (tp * stages) + routed / (max(tp, expert) * stages)
-        states = here * conventions.megatron_bytes_per_parameter(data, True)
-    width = shape.embed_dim
-    mlp = shape.num_experts_per_token * shape.expert_dim if shape.num_experts else shape.mlp_dim
-    layer = 2 * tokens * (8 * width + 2 * shape.head_dim * shape.kv_heads + (3 if shape.gated else 2) * mlp) / tp
-    kept = 2 * tokens * width / tp if full else layer
-    logits = 4 * tokens * shape.vocab_size / tp
-    return states + kept * math.ceil(shape.num_layers / stages) * stages + layer + logits
