@@ -123,7 +123,7 @@ def job_of(row: Mapping[str, Any], framework: Framework) -> Job:
         zero=1 if row.get("optimizer_sharded", framework.optimizer_sharded) and mesh["fsdp"] == 1 else 3,
         reshard_after_forward=not pipelined and row.get("sharding") != "SHARD_GRAD_OP",
         sequence_parallel=framework.name != "megatron-2021",
-        context=ContextStrategy.parse("allgather" if pipelined else "auto", "zigzag", mesh["context"], mesh["pipe"]),
+        context=ContextStrategy.parse("allgather" if pipelined else "auto", "zigzag", mesh["context"], pipelined),
         reduce_bytes=framework.reduce_bytes,
     )
 

@@ -210,7 +210,7 @@ def microbatches(request: Request, mesh: Mapping[str, int]) -> tuple[int, ...]:
 def _strategies(request: Request, mesh: Mapping[str, int]) -> list[ContextStrategy]:
     ranks, heads = mesh["context"], request.model.num_heads // mesh["tensor"]
     if request.context is not None or ranks == 1:
-        return [ContextStrategy.parse(request.context or "auto", request.order, ranks, mesh["pipe"])]
+        return [ContextStrategy.parse(request.context or "auto", request.order, ranks, branches=mesh["pipe"] > 1)]
     # A ring, Ulysses over all ranks, and over as many as lie on the innermost level: what leaves it goes round a ring.
     inside = max(1, request.cluster.levels[0].size // mesh["tensor"])
     groups = {1, math.gcd(ranks, inside), ranks} if mesh["pipe"] == 1 else {ranks}
