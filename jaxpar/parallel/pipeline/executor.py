@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxpar.numerics import widened
 from jaxpar.parallel.pipeline.backward import Kept, WeightsApart, zeros
-from jaxpar.parallel.pipeline.program import Buffer, Program
+from jaxpar.parallel.pipeline.program import Branch, Buffer, Program
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
 AXIS = "pipe"
@@ -142,12 +142,12 @@ def _act_on_ends(
         return _add(by_ends, jax.vjp(embed, ends)[1](made)[0])
 
     x = _at(buffers["inputs"], row["slots"]["inputs"])
-    x = _when(row["looks_up"], lambda x: embed(ends), x)
+    x = _when(Branch.LOOK_UP, row["looks_up"], lambda x: embed(ends), x)
     made, buffers, (loss, told, by_ends, by_layers) = _act(
         functions, chunk, layers, microbatch, fill, row, x, buffers, sums
     )
-    made, loss, by_ends = _when(row["is_scored"], add_head, made, loss, by_ends)
-    by_ends = _when(row["ends_backward"], add_embedding, by_ends)
+    made, loss, by_ends = _when(Branch.HEAD, row["is_scored"], add_head, made, loss, by_ends)
+    by_ends = _when(Branch.EMBEDDING, row["ends_backward"], add_embedding, by_ends)
     return x, made, buffers, (loss, told, by_ends, by_layers)
 
 
@@ -186,12 +186,12 @@ def _act_on_spread_ends(
     def look_up(x: Array) -> Array:
         return jnp.where(row["looks_up"], at(functions.embed, "looks_up")(ends), x)
 
-    x = _when(shared["looks_up"]["happens"], look_up, _at(buffers["inputs"], row["slots"]["inputs"]))
+    x = _when(Branch.LOOK_UP, shared["looks_up"]["happens"], look_up, _at(buffers["inputs"], row["slots"]["inputs"]))
     made, buffers, (loss, told, by_ends, by_layers) = _act(
         functions, chunk, layers, microbatch, fill, row, x, buffers, sums
     )
-    made, loss, by_ends = _when(shared["is_scored"]["happens"], add_head, made, loss, by_ends)
-    by_ends = _when(shared["ends_backward"]["happens"], add_embedding, by_ends)
+    made, loss, by_ends = _when(Branch.HEAD, shared["is_scored"]["happens"], add_head, made, loss, by_ends)
+    by_ends = _when(Branch.EMBEDDING, shared["ends_backward"]["happens"], add_embedding, by_ends)
     return x, made, buffers, (loss, told, by_ends, by_layers)
 
 
@@ -237,14 +237,14 @@ def _act(
         return _add_at(weights, gradients, row["chunk"])
 
     made = jnp.full(x.shape, fill, x.dtype)
-    made, told, residuals = _when(row["op"] == Op.F, forward, made, told, residuals)
+    made, told, residuals = _when(Branch.FORWARD, row["op"] == Op.F, forward, made, told, residuals)
     if Op.BW in chunk.ops:
-        made, totals = _when(row["op"] == Op.BW, of_both, made, totals)
+        made, totals = _when(Branch.BOTH, row["op"] == Op.BW, of_both, made, totals)
     if Op.B in chunk.ops:
         weights = {number: totals[number] for number in chunk.operands}
         others = {number: total for number, total in totals.items() if number not in weights}
-        made, others, deferred = _when(row["op"] == Op.B, of_input, made, others, deferred)
-        weights = _when(row["op"] == Op.W, of_weights, weights)
+        made, others, deferred = _when(Branch.INPUT, row["op"] == Op.B, of_input, made, others, deferred)
+        weights = _when(Branch.WEIGHTS, row["op"] == Op.W, of_weights, weights)
         totals = {**weights, **others}
     by_layers = jax.tree.unflatten(structure, [totals[number] for number in range(len(totals))])
     return made, dict(buffers, residuals=residuals, deferred=deferred), (loss, told, by_ends, by_layers)
@@ -333,13 +333,14 @@ class _Chunk:
         return {} if operands is None or self.apart is None else self.apart.gradients(operands)
 
 
-def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
-    """change(*operands), or the operands.
+def _when(branch: Branch, condition: Array, change: Callable, *operands: PyTree) -> Any:
+    """change(*operands), or the operands; the conditional has the branch's name (see Program.taken).
 
     XLA takes the first branch to come before the second: only where the first makes nothing new can the second write
     over what both are given.
     """
-    return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
+    with jax.named_scope(branch):
+        return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
 
 
 def relay(
