@@ -121,8 +121,6 @@ def _print(verdict) -> None:
         expected = verdict.collectives_expected.get(axes, {}).get(op, {"bytes": 0})
         table.add_row(axes, op, str(found["count"]), f"{found['bytes']:,}", f"{expected['bytes']:,}")
     console.print(table)
-    if verdict.note:
-        console.print(verdict.note, highlight=False)
     console.print("[green]ok[/]" if verdict.ok else "[red]not ok[/]")
 
 

@@ -170,7 +170,8 @@ def _parameters(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Par
     yield vector(embed, "vector", residual, 2 * depth * per_norm)
     yield _Parameter((embed,), ("vector",), residual, per_norm, 0, is_at_end=True)
     if config.qk_norm:
-        yield vector(head_dim, "vector", (*tokens, "heads"), 2 * depth)
+        yield vector(head_dim, "vector", (*tokens, "heads"))
+        yield vector(head_dim, "vector", (*tokens, "kv_heads") if _kv_heads_cut(config, settings) else tokens)
     if config.qkv_bias:
         yield _Parameter((heads, head_dim), ("heads", "head_dim"), tokens, depth, 0)
         yield _Parameter((kv_heads, head_dim), ("kv_heads", "head_dim"), tokens, 2 * depth, 0)
@@ -235,8 +236,10 @@ def _lookup(
     ids = 4 * tokens * _size(settings, columns)
     # The backward pass uses the same, unless it is in another branch.
     yield columns, "all-gather", (2 if settings.stages else 1) * (ids if rows else ids // part)
-    # Positions are added to the embeddings: one exchange of the gradient serves both.
-    yield columns, "all-to-all", (2 if rows else 1) * stream // part
+    # Positions are added to the embeddings: one exchange of the gradient serves both, but where all stages look up
+    # embeddings, and positions' gradient counts on one of them.
+    shares = not rows and not (settings.stages and settings.stages.spreads_head)
+    yield columns, "all-to-all", (1 if shares else 2) * stream // part
     if settings.sequence_parallel:
         scattered = [axis for axis in rows if axis == "tensor"]
         yield scattered, "reduce-scatter", stream
