@@ -117,9 +117,17 @@ class ParallelConfig:
     """Microbatches per step, the pipeline's under `pipe`; gradients are summed over `data` once, after the last."""
     pipeline: Annotated[str, _alias("pipeline")] = "1f1b"
     """Schedule of the microbatches through the stages of `pipe`: gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2; with chunks
-    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v. `jaxpar schedule` draws them."""
+    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v; auto: searched for, by the stages' modelled times; asynchronous, a
+    step's microbatches changing the weights one after another, pipedream (each) and pipedream-2bw (by at least as many
+    as stages). `jaxpar schedule` draws them."""
+    pipeline_memory_limit: Annotated[float | None, _alias("pipeline-memory-limit")] = None
+    """Of --pipeline auto, per stage: activations of one microbatch in one stage, 1 or more; none: as many as it
+    takes."""
     chunks: Annotated[int, _alias("chunks")] = 1
-    """Parts of the model that a stage of `pipe` holds, each of as many layers."""
+    """Parts of the model that a stage of `pipe` holds."""
+    layers_per_stage: Annotated[str, _alias("layers-per-stage")] = ""
+    """Layers of each part of the model, stages x chunks of them, in the model's order: `7,8,8,7`. Empty: as many in
+    each, and where that cannot be the cut whose slowest stage is fastest (`jaxpar partition`)."""
     pipeline_residuals: Annotated[bool, _alias("pipeline-residuals")] = False
     """Keep what a stage's backward pass needs, as `--remat` has it, from its forward pass on, in place of its input."""
     spread_head: Annotated[bool, _alias("spread-head")] = False

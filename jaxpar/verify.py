@@ -6,7 +6,7 @@ The numbers come from emulated CPU devices in float64; the traffic from the same
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,9 @@ from jaxpar.config import Config, DataConfig, OptimizerConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
+from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline.stack import slots_of
 from jaxpar.parallel.remat import Remat
 from jaxpar.planning.traffic import Stages, Traffic, TrafficSettings, step_traffic
 from jaxpar.training import optimizers, setup
@@ -55,6 +57,12 @@ class Verdict:
 
 def verify(config: Config, mesh: Mapping[str, int]) -> Verdict:
     """Hold a layout against one device. The process must have `math.prod(mesh.values())` CPU devices and x64 on."""
+    kind = KINDS.get(config.parallel.pipeline)
+    if kind is not None and not kind.synchronous:
+        raise ValueError(
+            f"--pipeline {kind.name} changes the weights between a microbatch and the next, so its numbers are not one "
+            "device's and there is nothing to verify; take a synchronous kind, such as 1f1b"
+        )
     setup.make_model(dataclasses.replace(config, data=_small_data(config, mesh, scale=1)), setup.make_mesh(config))
     numbers = compare(small(config, mesh, scale=1))
     compiled = small(config, mesh, scale=32)
@@ -89,11 +97,11 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
     num_kv_heads = same_cut(
         "kv_heads", model.num_kv_heads, (n for n in itertools.count(fewest) if n * group % tensor == 0)
     )
-    data = _small_data(config, mesh, scale)
+    data, counts = _small_data(config, mesh, scale), _layers_per_part(config, mesh)
     shrunk = model.replace(
         vocab_size=512 if model.vocab_size % 256 == 0 else 500,
         embed_dim=same_cut("embed", model.embed_dim, itertools.count(32 * scale, 2)),
-        num_layers=_num_layers(config, mesh),
+        num_layers=sum(counts),
         num_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
         head_dim=8 * scale,
@@ -102,16 +110,18 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
         rope_original_seq_len=data.seq_len,
         sliding_window=None if model.sliding_window is None else data.seq_len // 3,
     )
-    return dataclasses.replace(config, model=shrunk, data=data)
+    uneven = ",".join(map(str, counts)) if len({*counts}) > 1 else ""
+    parallel = dataclasses.replace(config.parallel, layers_per_stage=uneven)
+    return dataclasses.replace(config, model=shrunk, data=data, parallel=parallel)
 
 
-def _num_layers(config: Config, mesh: Mapping[str, int]) -> int:
-    """More than one in a part of a pipeline, if the model has as many, and more than remat has in a group."""
-    schedule = setup.make_schedule(config, mesh["pipe"])
-    parts = schedule.num_parts if schedule is not None else 1
-    per_part = config.model.num_layers // parts
-    fewest = 3 if parts == 1 else 2
-    return parts * min(per_part, max(fewest, Remat.parse(config.parallel.remat, per_part).every + 1))
+def _layers_per_part(config: Config, mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """As unequal as the config's: more than one in the largest part, if it has as many, and more than remat has in a
+    group."""
+    counts = setup.layers_per_part(config, setup.make_schedule(config, mesh["pipe"]))
+    fewest = max(3 if len(counts) == 1 else 2, Remat.parse(config.parallel.remat, max(counts)).every + 1)
+    fewer = min(max(0, max(counts) - fewest), min(counts) - 1)
+    return tuple(count - fewer for count in counts)
 
 
 def _small_data(config: Config, mesh: Mapping[str, int], scale: int) -> DataConfig:
@@ -177,12 +187,12 @@ def random_batch(config: Config) -> Batch:
 
 
 def true_sizes(model: Model, params: PyTree) -> dict[str, np.ndarray]:
-    """The parameters by path, on the host, without the vocabulary's padding, layers in order."""
-    in_order = np.argsort(model.layout.layer_order(model.config.num_layers))
+    """The parameters by path, on the host, without padding, layers in order."""
+    slots = slots_of(model.layout.layer_order(model.config.num_layers))
 
     def true(leaf: Any, names: tuple[str | None, ...]) -> np.ndarray:
         whole = np.asarray(leaf)[tuple(slice(model.config.vocab_size if name == "vocab" else None) for name in names)]
-        return whole[in_order] if names[0] == "layers" else whole
+        return whole[slots] if names[0] == "layers" else whole
 
     cut = jax.tree.map(true, params, model.names)
     return {
@@ -215,22 +225,22 @@ def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[
     return summarize(read_collectives(compiled_step(config, mesh).as_text(), mesh, taken))
 
 
-def compiled_step(config: Config, mesh: Mapping[str, int]) -> Any:
-    """The train step, compiled for H100s."""
+def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Any:
+    """The train step, compiled for devices that need not be here: H100s, by default."""
     # Rounds of a ring that documents spare depend on the text: what is counted is the most that is sent.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, pack_documents=False))
     size = math.prod(mesh.values())
-    devices = gpu_devices(f"h100:{size // 8}x8" if size % 8 == 0 else f"h100:1x{size}")
-    text = ",".join(f"{axis}={n}" for axis, n in mesh.items())
-    gpus = build_mesh(text, "", devices)
-    model = setup.make_model(config, gpus)
+    if devices is None:
+        devices = gpu_devices(f"h100:{size // 8}x8" if size % 8 == 0 else f"h100:1x{size}")
+    there = build_mesh(",".join(f"{axis}={n}" for axis, n in mesh.items()), "", devices)
+    model = setup.make_model(config, there)
     # What a layout's strategies send is the same with any optimizer; Muon's own exchanges are not among it.
     tx = optimizers.make(OptimizerConfig(), config.run.steps, model.names)
     step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
     with jax.enable_x64(config.run.precision == "float64"):
         # Before the mesh is current: nothing can be computed on devices that are not here.
         arguments = abstract_state(model, tx), abstract_batch(config, model)
-        with jax.set_mesh(gpus):
+        with jax.set_mesh(there):
             return step.lower(*arguments).compile()
 
 

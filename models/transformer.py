@@ -1,12 +1,13 @@
 """The decoder: embedding, a stack of blocks, head. Single-device Flax but for the `Layout` that it is called with."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
@@ -45,9 +46,13 @@ def _rows_then_zeros(init: Initializer, num_rows: int, dim: int) -> Initializer:
     return padded
 
 
+def _zeroed(is_empty: Bool[np.ndarray, " L"], stacked: Float[Array, "L ..."]) -> Float[Array, "L ..."]:
+    return jnp.where(is_empty.reshape(-1, *[1] * (stacked.ndim - 1)), jnp.zeros((), stacked.dtype), stacked)
+
+
 class Transformer(nnx.Module):
     """A decoder-only language model; `padded_vocab` is the layout's, the config's vocab_size the true one;
-    `layer_order` says which layer stands where in the stack."""
+    `layer_order` says which layer stands where in the stack, below 0 that none does: those places are zero."""
 
     def __init__(
         self,
@@ -81,8 +86,11 @@ class Transformer(nnx.Module):
                 dtype,
             )
         # A layer's key is folded from its global index: it does not depend on how many layers there are, or where.
-        layer_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rngs.params(), jnp.asarray(layer_order))
+        layers = jnp.asarray(layer_order.clip(0))
+        layer_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rngs.params(), layers)
         self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key), dtype))(layer_keys)
+        if np.any(layer_order < 0):
+            nnx.update(self.blocks, jax.tree.map(partial(_zeroed, layer_order < 0), nnx.state(self.blocks)))
 
     def embed(self, batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
         """The input of the first block, in the residual stream."""
@@ -90,13 +98,13 @@ class Transformer(nnx.Module):
         return x + layout.lookup(self.position_embedding, batch.positions) if self._has_learned_positions else x
 
     def stack(
-        self, blocks: PyTree, x: Float[Array, "B S D"], batch: Batch, layout: Layout
+        self, blocks: PyTree, x: Float[Array, "B S D"], batch: Batch, layout: Layout, part: Int[Array, ""] | None = None
     ) -> tuple[Float[Array, "B S D"], Told]:
-        """Through some of the blocks, which are given as their parameters, stacked."""
+        """Through some of the blocks, which are given as their parameters, stacked; under `pipe`, of a part."""
         rope = None if self._has_learned_positions else Rope.at(self.config, batch.positions, x.dtype)
         tokens = layout.sequence(batch)
         graph = nnx.graphdef(self.blocks)
-        return layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, tokens, layout), blocks, x)
+        return layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, tokens, layout), blocks, x, part)
 
     def head_loss(
         self, x: Float[Array, "B S D"], batch: Batch, layout: Layout, objective: Objective
@@ -115,7 +123,9 @@ class Transformer(nnx.Module):
     def hidden(self, batch: Batch, layout: Layout) -> tuple[Float[Array, "B S D"], Told]:
         """The output of the last block, and what all of them told."""
         return layout.through_stages(
-            lambda blocks, x: self.stack(blocks, x, batch, layout), nnx.state(self.blocks), self.embed(batch, layout)
+            lambda blocks, x, part: self.stack(blocks, x, batch, layout, part),
+            nnx.state(self.blocks),
+            self.embed(batch, layout),
         )
 
     def loss(self, batch: Batch, layout: Layout, objective: Objective) -> tuple[Float[Array, ""], Reported]:

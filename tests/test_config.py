@@ -143,7 +143,7 @@ def test_bad_files(tmp_path, text, message):
         ("context=4", ["--context-strategy", "star"], "it must be one of ring, ulysses, allgather, auto or hybrid=RxU"),
         ("data=1", ["--attention", "splash"], "--attention splash: it does not run on cpu"),
         ("pipe=3", [], "--model.num-layers 4 is not divisible by pipe=3; the nearest that is: 3 or 6"),
-        ("pipe=2", ["--pipeline", "pipedream"], "--pipeline pipedream can be drawn and simulated, but not run yet"),
+        ("pipe=2", ["--pipeline", "terapipe"], "--pipeline terapipe can be drawn and simulated, but not run yet"),
         ("pipe=2,context=2", ["--context-strategy", "ring"], "ring"),
     ],
 )

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxpar import cli
-from jaxpar.parallel.pipeline.partition import latency, partition, token_slices
+from jaxpar.parallel.pipeline.partition import latency, partition, partition_among_stages, token_slices
+from jaxpar.parallel.pipeline.schedule import part_of
 from jaxpar.planning.flops import step_flops
 from jaxpar.planning.pipeline import part_work, slice_flops
 from models.presets import preset
@@ -39,6 +40,54 @@ def test_partition_against_brute_force():
         best = min((max(option), sum(t**2 for t in option)) for option in options)
         got = part_times(times, partition(times, parts, embedding, head), embedding, head)
         assert (max(got), sum(t**2 for t in got)) == pytest.approx(best)
+
+
+def stage_times(times, counts, embedding, head, stages, chunks, placement):
+    parts = part_times(times, counts, embedding, head)
+    return [sum(parts[part_of(placement, stages, s, c)] for c in range(chunks)) for s in range(stages)]
+
+
+def test_chunks_of_the_slowest_stage_against_brute_force():
+    """Equal layers are dealt out, others solved for; the slowest part may be another than the slowest stage's."""
+    rng = np.random.default_rng(2)
+    for trial in range(48):
+        stages, chunks = int(rng.integers(1, 4)), int(rng.integers(2, 4))
+        placement = "v" if chunks == 2 and trial % 2 else "loop"
+        layers = int(rng.integers(stages * chunks, 12))
+        times = [0.75] * layers if trial % 3 == 0 else list(rng.integers(1, 9, layers) / 4)
+        embedding, head = rng.integers(0, 6, 2) / 4
+        rest = embedding, head, stages, chunks, placement
+        best = min(max(stage_times(times, counts, *rest)) for counts in compositions(layers, stages * chunks))
+        got = partition_among_stages(times, stages, chunks, placement, embedding, head)
+        assert min(got) >= 1
+        assert sum(got) == layers
+        assert max(stage_times(times, got, *rest)) == pytest.approx(best)
+
+
+def test_chunks_as_asked_for(capsys):
+    """Llama 3 405B's 126 layers as it ran them: two stages have one layer less, those of the model's ends."""
+    cli.main(["partition", "--model", "llama3-405b", "--stages", "16", "--chunks", "2", "--json"])
+    got = json.loads(capsys.readouterr().out)
+    of_stages = [got["layers"][stage] + got["layers"][16 + stage] for stage in range(16)]
+    assert of_stages == [7, *[8] * 14, 7]
+    assert max(got["layers"]) == 4
+    assert len(got["times"]) == 16
+    assert got["balance"] == pytest.approx(sum(got["times"]) / 16)
+    v = ["--chunks", "2", "--placement", "v", "--layer-times", "0,1,3,1,2,0"]
+    cli.main(["partition", "--model", "tiny", "--stages", "2", *v])
+    assert "1 + 1" in capsys.readouterr().out
+
+
+def test_token_slices_as_asked_for(capsys):
+    cli.main(["partition", "--model", "llama3-8b", "--stages", "8", "--slices", "--seq-len", "8192", "--json"])
+    got = json.loads(capsys.readouterr().out)
+    assert sum(got["slices"]) == got["seq_len"] == 8192
+    assert all(length % 128 == 0 for length in got["slices"])
+    assert got["slices"][0] > got["slices"][-1]  # later ones attend to more
+    assert 4 < got["speedup"] < 8
+    flags = ["--seq-len", "96", "--microbatches", "3", "--granularity", "8", "--slice-overhead", "4"]
+    cli.main(["partition", "--model", "tiny", "--stages", "2", "--slices", *flags])
+    assert "as fast as with whole sequences" in capsys.readouterr().out
 
 
 def test_llama_405b_over_16(capsys):
@@ -126,6 +175,11 @@ def test_bad_cuts(capsys):
     for flags, message in (
         ("--stages 3 --chunks 2", "4 layers cannot be cut into 6 parts"),
         ("--stages 0", "--stages 0 --chunks 1: no parts; take at least 1 of each"),
+        ("--stages 2 --chunks 1 --placement v", "--placement v has two chunks per stage, not 1; give --chunks 2"),
+        ("--stages 2 --granularity 8", "--granularity is of token slices; give --slices too"),
+        ("--stages 2 --slices --chunks 2", "--chunks is of layers; leave it or --slices out"),
+        ("--stages 2 --slices --seq-len 8 --granularity 3", "granularity 3 does not divide the sequence's 8 tokens"),
+        ("--stages 2 --slices --slice-overhead -1", "take at least 1 stage and token, and no negative overhead"),
         ("--stages 2 --layer-times 1,2", "--layer-times has 2 numbers; give 6: the embedding's, 4 layers' and the"),
     ):
         with pytest.raises(SystemExit):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.parallel.remat import FULL, NONE, Remat
 
@@ -17,13 +17,20 @@ def scan(
     *,
     remat: Remat,
     regather: bool,
+    count: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B S D"], PyTree]:
     """block(params, x) -> (x, what the layer tells) over the leading dim of `stacked`: (x, what all layers told, with a
     leading layers dim).
 
+    With `count` the stack has empty slots after so many layers: they are skipped, and tell zeros. Of ranks that meet in
+    a collective of the block's, all must have the same.
     `regather` decides about gathered weights alone: True gathers them again in the backward pass, False keeps them.
     Layers that `remat.every` does not divide make a shorter last group (whose parameters are then copied once).
     """
+
+    if count is not None:
+        slots = jnp.arange(jax.tree.leaves(stacked)[0].shape[0], dtype=count.dtype)
+        block, stacked = _skipping(block, count), (stacked, slots)
 
     def layer(x, params):
         return block(params, x)
@@ -55,6 +62,23 @@ def scan(
         x, told_last = alone(x, jax.tree.map(lambda leaf: leaf[0], last))
         told_last = jax.tree.map(lambda leaf: leaf[None], told_last)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), told, told_last)
+
+
+def _skipping(
+    block: Callable[[PyTree, Array], tuple[Array, PyTree]], count: Int[Array, ""]
+) -> Callable[[tuple[PyTree, Array], Array], tuple[Array, PyTree]]:
+    """A block of (params, slot), for the first `count` slots alone."""
+
+    def skipping(params_and_slot: tuple[PyTree, Array], x: Array) -> tuple[Array, PyTree]:
+        params, slot = params_and_slot
+        told = jax.eval_shape(block, params, x)[1]
+
+        def skip(params: PyTree, x: Array) -> tuple[Array, PyTree]:
+            return x, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), told)
+
+        return lax.cond(slot < count, block, skip, params, x)
+
+    return skipping
 
 
 def _grouped(leaf: Float[Array, "L ..."], num_groups: int) -> Float[Array, "N L/N ..."]:

@@ -43,7 +43,7 @@ from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import permutation
 from jaxpar.parallel.parameter import Parameter
-from jaxpar.parallel.pipeline import executor
+from jaxpar.parallel.pipeline import executor, stack
 from jaxpar.parallel.pipeline.schedule import Schedule
 from jaxpar.parallel.product import Apart, Observed, product
 from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
@@ -79,6 +79,8 @@ class Layout:
     """Whether the layers' matmuls round their operands to 8-bit floats."""
     schedule: Schedule | None = None
     """Of a step's microbatches through the stages that `pipe` cuts the layers into; None where it does not."""
+    layers_per_part: tuple[int, ...] | None = None
+    """Of the schedule's parts, in the model's order; None: as many in each."""
     keeps_residuals: bool = False
     """Whether a stage's forward pass keeps what its backward pass needs, which else computes it again."""
     spreads_head: bool = False
@@ -199,16 +201,11 @@ class Layout:
         return permutation(self.context.order, seq_len, self.axis_size("context"))
 
     def layer_order(self, num_layers: int) -> Int[np.ndarray, " L"]:
-        """Which of the model's layers lies at each place of its stacked parameters: a stage's chunks side by side."""
+        """Which of the model's layers lies in each slot of its stacked parameters, or stack.EMPTY."""
         if self.schedule is None:
             return np.arange(num_layers)
-        size = num_layers // self.schedule.num_parts
-        parts = [
-            self.schedule.part(stage, chunk)
-            for stage in range(self.schedule.num_stages)
-            for chunk in range(self.schedule.num_chunks)
-        ]
-        return np.concatenate([np.arange(part * size, (part + 1) * size) for part in parts])
+        num_parts = self.schedule.num_parts
+        return stack.layer_order(self.schedule, self.layers_per_part or (num_layers // num_parts,) * num_parts)
 
     def check_divisible(self, size: int, name: str, what: str, num_microbatches: int = 1, unit: int = 1) -> None:
         """Raise ValueError where an activation's logical axis `name`, of `size` in all microbatches together, cannot
@@ -317,18 +314,28 @@ class Layout:
         return jax.tree.map(lambda x: lax.all_gather(x, context.AXIS, axis=1, tiled=True), tokens)
 
     def layers(
-        self, block: Callable[[PyTree, Array], tuple[Array, PyTree]], stacked: PyTree, x: Float[Array, "B S D"]
+        self,
+        block: Callable[[PyTree, Array], tuple[Array, PyTree]],
+        stacked: PyTree,
+        x: Float[Array, "B S D"],
+        part: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B S D"], PyTree]:
         """block(params of one layer, x) -> (x, what the layer tells) for every layer: a leading layers dim on each
-        leaf of `stacked`, and of what they told."""
-        return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward)
+        leaf of `stacked`, and of what they told. Under `pipe`, for those of a part of the model: where parts are
+        unequal, a smaller one's empty slots are skipped."""
+        is_uneven = self.layers_per_part is not None and part is not None
+        count = jnp.asarray(self.layers_per_part, jnp.int32)[part] if is_uneven else None
+        return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward, count=count)
 
     def through_stages(
-        self, stack: Callable[[PyTree, Array], tuple[Array, PyTree]], stacked: PyTree, x: Float[Array, "B S D"]
+        self,
+        run: Callable[[PyTree, Array, Array | None], tuple[Array, PyTree]],
+        stacked: PyTree,
+        x: Float[Array, "B S D"],
     ) -> tuple[Float[Array, "B S D"], PyTree]:
-        """stack(layers, x) -> (x, what they told); under `pipe` from the first stage to the last, without a backward
-        pass and without what they told."""
-        return stack(stacked, x) if self.schedule is None else (executor.relay(self.schedule, stack, stacked, x), {})
+        """run(layers, x, which part of the model they are) -> (x, what they told); under `pipe` from the first stage to
+        the last, without a backward pass and without what they told."""
+        return run(stacked, x, None) if self.schedule is None else (executor.relay(self.schedule, run, stacked, x), {})
 
     def lookup(self, table: Parameter, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Rows of an embedding table, in compute dtype, in the residual stream; the table is not gathered."""

@@ -1,8 +1,16 @@
 """The work of a pipeline's parts: what `parallel.pipeline.partition` takes as times where none are measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpar.planning.flops import attention_flops_per_token, head_matmul_flops_per_token, layers_matmul_flops_per_token
+from jaxpar.parallel.pipeline.simulate import Times
+from jaxpar.parallel.remat import Remat
+from jaxpar.planning.flops import (
+    attention_flops_per_token,
+    head_matmul_flops_per_token,
+    layers_matmul_flops_per_token,
+    recomputed_flops_per_token,
+)
 from models.config import ModelConfig
 
 
@@ -24,6 +32,21 @@ def part_work(config: ModelConfig, seq_len: int) -> PartWork:
         embedding=float(config.embed_dim),
         head=3 * head_matmul_flops_per_token(config),
     )
+
+
+def stage_times(config: ModelConfig, seq_len: int, layers_per_stage: Sequence[int], remat: Remat) -> Times:
+    """Times of F, B and W, in FLOPs per token, of stages of one chunk: attention's products have no weights, so their
+    backward pass is B's alone, as is what remat does again. The last stage's F has the head, both passes of it, as it
+    runs there; the first one's B the embedding's gradient."""
+    num_layers, work = config.num_layers, part_work(config, seq_len)
+    matmuls = layers_matmul_flops_per_token(config) / num_layers
+    attention = attention_flops_per_token(config, seq_len, causal=True) / num_layers
+    again = recomputed_flops_per_token(config, seq_len, remat) / num_layers
+    forward = [n * (matmuls + attention) for n in layers_per_stage]
+    backward = [n * (matmuls + 2 * attention + again) for n in layers_per_stage]
+    forward[-1] += work.head
+    backward[0] += work.embedding
+    return Times(forward, backward, [n * matmuls for n in layers_per_stage])
 
 
 def slice_flops(config: ModelConfig, length: int, before: int) -> float:

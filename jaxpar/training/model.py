@@ -3,6 +3,7 @@
 Everything after this file (gradients, optimizers, checkpoints) sees nested dicts of arrays.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -139,22 +140,8 @@ class Model:
         ends = {name: tree for name, tree in params.items() if name != "blocks"}
         specs = jax.tree.leaves(self.computed_specs["blocks"], is_leaf=_is_spec)
         cuts = [layout.cuts_in_stages(spec) for spec in specs]
-
-        def is_weight(_: Array, names: tuple[str | None, ...]) -> bool:
-            return "embed" in names and "experts" not in names
-
-        def module(ends: PyTree) -> Transformer:
-            return self._module({**ends, "blocks": blocks})
-
-        def stage(blocks: PyTree, x: Array, microbatch: Batch, part: Int[Array, ""]) -> tuple[Array, Array, Told]:
-            x, told = module(ends).stack(nnx.State(blocks), x, microbatch, layout)
-            return x, auxiliary_loss(told, widened(x.dtype)), told
-
-        functions = executor.Functions(
-            embed=lambda ends, microbatch: module(ends).embed(microbatch, layout),
-            stage=stage,
-            head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
-            are_weights=jax.tree.map(is_weight, blocks, self.names["blocks"]),
+        functions = dataclasses.replace(
+            self.pieces(params, layout),
             summed=lambda grads: {number: layout.summed(grad, cuts[number]) for number, grad in grads.items()},
             are_ends_spread=layout.spreads_head,
         )
@@ -163,6 +150,26 @@ class Model:
         )
         grads = jax.tree.map(layout.summed, {**by_ends, "blocks": by_blocks}, before)
         return Reported(loss, told), grads
+
+    def pieces(self, params: PyTree, layout: Layout) -> executor.Functions:
+        """The model as a pipeline takes it; of `params` the values do not count where a piece is given its own."""
+
+        def module(own: PyTree) -> Transformer:
+            return self._module({**params, **own})
+
+        def stage(blocks: PyTree, x: Array, microbatch: Batch, part: Int[Array, ""]) -> tuple[Array, Array, Told]:
+            x, told = module({}).stack(nnx.State(blocks), x, microbatch, layout, part)
+            return x, auxiliary_loss(told, widened(x.dtype)), told
+
+        def is_weight(_: Array, names: tuple[str | None, ...]) -> bool:
+            return "embed" in names and "experts" not in names
+
+        return executor.Functions(
+            embed=lambda ends, microbatch: module(ends).embed(microbatch, layout),
+            stage=stage,
+            head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
+            are_weights=jax.tree.map(is_weight, params["blocks"], self.names["blocks"]),
+        )
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
         """Of arrays on the mesh [B, S]."""

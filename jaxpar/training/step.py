@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
-from jaxpar.training import optimizers
+from jaxpar.parallel.pipeline import kinds
+from jaxpar.training import asynchronous, optimizers
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
 from jaxpar.training.precision import LossScale, round_stochastically
@@ -41,7 +42,7 @@ class StepMetrics:
     loss: Float[Array, ""]
     """Cross-entropy per valid token, in nats."""
     grad_norm: Float[Array, ""]
-    """Global, before clipping."""
+    """Global, before clipping; of several updates the root mean square."""
     num_tokens: Float[Array, ""]
     """Valid tokens of this step."""
     norms: dict[str, tuple[Array, Array]] | None = None
@@ -52,6 +53,9 @@ def make_step(
     model: Model, optimizer: optax.GradientTransformation, clip_norm: float, log_norms: bool = False
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The function to compile: (state, batch [M, B, S]) -> (state of the same types, metrics)."""
+    if kinds.is_asynchronous(model.layout.schedule):
+        assert clip_norm == 0
+        return _make_asynchronous_step(model, optimizer, log_norms)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
@@ -78,6 +82,24 @@ def make_step(
         whole = model.whole(params) if model.keeps_whole_weights else None
         state = TrainState(state.step + 1, params, opt_state, whole, loss_scale)
         return state, StepMetrics(reported.loss, grad_norm, num_tokens, norms)
+
+    return step
+
+
+def _make_asynchronous_step(
+    model: Model, optimizer: optax.GradientTransformation, log_norms: bool
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    opt_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_state(model, optimizer).opt_state)
+    window = asynchronous.make_window(model, optimizer, opt_specs)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        reported, gradients, num_tokens, params, opt_state = window(state.params, state.opt_state, state.step, batch)
+        norms = None
+        if log_norms:
+            of_params, of_grads = group_norms(state.params), group_norms(gradients)
+            norms = {group: (of_params[group], of_grads[group]) for group in of_params}
+        metrics = StepMetrics(reported.loss, optax.tree.norm(gradients), num_tokens, norms)
+        return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
 

@@ -14,7 +14,8 @@ Collectives per step, in bytes of one microbatch's activation A = B x S x D of a
                         the gathers; three floats a token for the loss
 Within a branch only collectives among the ranks of one stage are right: stages are at different branches then, and a
 permute is one operation of all devices. So attention under `context` gathers or exchanges, and never sends around.
-Limits: with several chunks an action copies its chunk's weights out of the stack.
+Limits: as many slots for layers in each chunk (stack.py). With several chunks an action copies its weights out of
+the stack.
 """
 
 from collections.abc import Callable
@@ -344,20 +345,20 @@ def _when(branch: Branch, condition: Array, change: Callable, *operands: PyTree)
 
 
 def relay(
-    schedule: Schedule, stack: Callable[[PyTree, Array], tuple[Array, PyTree]], layers: PyTree, x: Array
+    schedule: Schedule, run: Callable[[PyTree, Array, Array], tuple[Array, PyTree]], layers: PyTree, x: Array
 ) -> Array:
-    """stack(layers of a chunk, x) from the first part to the last, one stage at work at a time, the others idle: for
-    evaluation and sampling. The result is on all stages; what layers tell is dropped."""
+    """run(layers of a chunk, x, part) from the first part to the last, one stage at work at a time, the others idle:
+    for evaluation and sampling. The result is on all stages; what layers tell is dropped."""
     layers = _by_chunk(layers, schedule.num_chunks)
     places = [schedule.locate(part) for part in range(schedule.num_parts)]
 
-    def part(x: Array, place: tuple[Array, Array]) -> tuple[Array, None]:
-        stage, chunk = place
-        y, _ = stack(_at(layers, chunk), x)
+    def through(x: Array, place: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        stage, chunk, part = place
+        y, _ = run(_at(layers, chunk), x, part)
         return lax.psum(jnp.where(lax.axis_index(AXIS) == stage, y, jnp.zeros((), y.dtype)), AXIS), None
 
     stages, chunks = (jnp.array(numbers, jnp.int32) for numbers in zip(*places))
-    return lax.scan(part, x, (stages, chunks))[0]
+    return lax.scan(through, x, (stages, chunks, jnp.arange(len(places), dtype=jnp.int32)))[0]
 
 
 def _by_chunk(layers: PyTree, num_chunks: int) -> PyTree:

@@ -319,6 +319,11 @@ def make(
     return chosen.build(num_stages, num_microbatches, num_chunks, num_slices or 1)
 
 
+def is_asynchronous(schedule: Schedule | None) -> bool:
+    """Whether weights change between a microbatch of the schedule and the next."""
+    return schedule is not None and schedule.kind in KINDS and not KINDS[schedule.kind].synchronous
+
+
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
     """How many versions of its weights each stage holds at most.
 

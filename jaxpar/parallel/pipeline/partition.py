@@ -1,4 +1,4 @@
-"""Cuts: layers into parts of the model, a sequence into token slices. Both by dynamic programming, both optimal."""
+"""Cuts: layers into parts of the model and so among stages, a sequence into token slices. All of them optimal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,9 +6,111 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
+from jaxpar.parallel.pipeline.schedule import Placement, part_of
+
 _ROUNDING = 1 + 1e-12
 _BLOCK = 256
 """Candidates tried at once; bounds memory."""
+
+
+_SOLVER_SECONDS = 120
+
+
+def partition_among_stages(
+    layer_times: Sequence[float],
+    num_stages: int,
+    num_chunks: int = 1,
+    placement: Placement = "loop",
+    embedding_time: float = 0.0,
+    head_time: float = 0.0,
+) -> tuple[int, ...]:
+    """How many layers each of num_stages x num_chunks parts gets, in the model's order, at least one each.
+
+    The slowest stage, all its chunks together, is as fast as contiguous cuts allow; with one chunk see `partition`.
+    With several, layers of equal times are dealt out one by one; for others an integer program is solved (HiGHS).
+
+    ValueError as `partition`'s, and for a program that takes longer than two minutes.
+    """
+    num_parts = num_stages * num_chunks
+    if num_chunks == 1:
+        return partition(layer_times, num_stages, embedding_time, head_time)
+    _check(layer_times, num_parts, embedding_time, head_time)
+    parts_of = [[part_of(placement, num_stages, s, c) for c in range(num_chunks)] for s in range(num_stages)]
+    extra = np.zeros(num_parts)
+    extra[0] += embedding_time
+    extra[-1] += head_time
+    if len({*layer_times}) == 1:
+        return _dealt_out(len(layer_times), layer_times[0], parts_of, extra)
+    return _solved(np.asarray(layer_times, float), parts_of, extra)
+
+
+def _dealt_out(
+    num_layers: int, time: float, parts_of: Sequence[Sequence[int]], extra: Float[np.ndarray, " K"]
+) -> tuple[int, ...]:
+    """Each layer in turn to the stage that has least to do, there to the part that has least. Both the slowest stage
+    and the stages' sum of squares are least then: what a layer adds to either grows with what its stage has."""
+    times, counts = extra + time, np.ones(len(extra), int)
+    for _ in range(num_layers - len(extra)):
+        parts = min(parts_of, key=lambda parts: sum(times[part] for part in parts))
+        part = min(parts, key=lambda part: times[part])
+        times[part] += time
+        counts[part] += 1
+    return tuple(int(n) for n in counts)
+
+
+def _solved(
+    layer_times: Float[np.ndarray, " N"], parts_of: Sequence[Sequence[int]], extra: Float[np.ndarray, " K"]
+) -> tuple[int, ...]:
+    """By an integer program over x[k, l]: layer l lies before the end of part k; its last variable is the slowest
+    stage's time."""
+    from scipy import optimize  # takes half a second
+
+    num_parts, num_layers = len(extra), len(layer_times)
+    scale = float(layer_times.mean())
+    ends = np.arange(num_parts * num_layers).reshape(num_parts, num_layers)
+    slowest = ends.size
+    rows = []
+
+    def row(terms: Sequence[tuple[int, float]]) -> None:
+        """sum(coefficient * variable) <= 0."""
+        rows.append(np.zeros(ends.size + 1))
+        for variable, coefficient in terms:
+            rows[-1][variable] += coefficient
+
+    for part in range(num_parts):
+        for layer in range(num_layers - 1):
+            row([(ends[part, layer + 1], 1), (ends[part, layer], -1)])
+            if part:  # a part has at least one layer
+                row([(ends[part - 1, layer], 1), (ends[part, layer + 1], -1)])
+    num_orders, limits = len(rows), []
+    for parts in parts_of:
+        terms = [(slowest, -1.0)]
+        for part in parts:
+            terms += [(ends[part, layer], time / scale) for layer, time in enumerate(layer_times)]
+            if part:
+                terms += [(ends[part - 1, layer], -time / scale) for layer, time in enumerate(layer_times)]
+        row(terms)
+        limits.append(-sum(extra[part] for part in parts) / scale)
+    first, last = np.zeros(ends.size + 1), np.ones(ends.size + 1)
+    for part in range(num_parts):
+        first[ends[part, : part + 1]] = 1
+        last[ends[part, num_layers - (num_parts - 1 - part) :]] = 0
+    first[ends[-1]] = 1
+    last[slowest] = np.inf
+    found = optimize.milp(
+        np.eye(ends.size + 1)[slowest],
+        integrality=[*np.ones(ends.size), 0],
+        bounds=optimize.Bounds(first, last),
+        constraints=optimize.LinearConstraint(np.stack(rows), ub=[*np.zeros(num_orders), *limits]),
+        options={"mip_rel_gap": 0.0, "time_limit": _SOLVER_SECONDS},
+    )
+    if not found.success:
+        raise ValueError(
+            f"no best cut of {num_layers} layers into {num_parts} parts was found in {_SOLVER_SECONDS} s; take fewer "
+            "chunks, or equal layers' times"
+        )
+    cuts = [0, *found.x[ends].round().astype(int).sum(1)]
+    return tuple(int(n) for n in np.diff(cuts))
 
 
 def partition(
@@ -21,13 +123,8 @@ def partition(
 
     ValueError for more parts than layers, and for times that are not positive.
     """
+    _check(layer_times, num_parts, embedding_time, head_time)
     num_layers = len(layer_times)
-    if not 1 <= num_parts <= num_layers:
-        raise ValueError(
-            f"{num_layers} layers cannot be cut into {num_parts} parts (stages x chunks); take 1 to {num_layers}"
-        )
-    if not all(0 < time < math.inf for time in layer_times) or min(embedding_time, head_time) < 0:
-        raise ValueError("layers' times must be positive, the embedding's and head's not negative")
     upto = np.concatenate([[0.0], np.cumsum(layer_times)])
     span = upto[None, :] - upto[:, None]  # [first layer, one past the last]
     span[np.tril_indices(num_layers + 1)] = np.inf
@@ -38,6 +135,16 @@ def partition(
     squares = np.where(times <= slowest * _ROUNDING, times**2, np.inf)
     _, bounds = _best_cuts(squares, np.add)
     return tuple(int(n) for n in np.diff(bounds))
+
+
+def _check(layer_times: Sequence[float], num_parts: int, embedding_time: float, head_time: float) -> None:
+    num_layers = len(layer_times)
+    if not 1 <= num_parts <= num_layers:
+        raise ValueError(
+            f"{num_layers} layers cannot be cut into {num_parts} parts (stages x chunks); take 1 to {num_layers}"
+        )
+    if not all(0 < time < math.inf for time in layer_times) or min(embedding_time, head_time) < 0:
+        raise ValueError("layers' times must be positive, the embedding's and head's not negative")
 
 
 def _best_cuts(costs: Float[np.ndarray, "P N N"], combine: np.ufunc) -> tuple[float, list[int]]:

@@ -1,7 +1,7 @@
 """Checkpoints, through Orbax: the one file that knows it.
 
-What is written does not depend on the mesh: every parameter has its true size, padding of the vocabulary cut off, and
-its layers in order; arrays stand in one flat dict by their path in the state. So any mesh reads what any other wrote.
+What is written does not depend on the mesh (canonical.py): every parameter has its true size and its layers in order;
+arrays stand in one flat dict by their path in the state. So any mesh reads what any other wrote.
 
 A checkpoint is written under another name, its digests are taken, and then it is given its own: <step> is a whole
 checkpoint, or was damaged since.
@@ -10,7 +10,6 @@ checkpoint, or was damaged since.
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -20,21 +19,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar import toml
 from jaxpar.config import Config
-from jaxpar.parallel.axes import axes_of
 from jaxpar.training.checkpoints import integrity
+from jaxpar.training.checkpoints.canonical import flat, forms
 from jaxpar.training.distributed.processes import from_each, from_first
 from jaxpar.training.model import Model
 from jaxpar.training.step import TrainState, abstract_state, with_whole_weights
@@ -66,8 +60,7 @@ class Checkpoints:
         self.data_fingerprint = data_fingerprint
         self.last_saved: int | None = None
         """The step of the newest whole checkpoint that this object wrote or restored."""
-        self._shapes = _true_shapes(model, optimizer)
-        self._layer_order = model.layout.layer_order(model.config.num_layers)
+        self._forms = forms(model, optimizer)
         self._verified: int | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -111,8 +104,8 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._clear()
             arrays = {
-                path: _cut(self._reordered(leaf, np.argsort(self._layer_order)), self._shapes[path])
-                for path, leaf in _flat(dataclasses.replace(state, whole=None)).items()
+                path: self._forms[path].to_store(leaf)
+                for path, leaf in flat(dataclasses.replace(state, whole=None)).items()
             }
             written = ocp.save_async(self._unfinished(step), arrays, overwrite=True, custom_metadata=metadata)
         except Exception as error:  # Orbax and its storage raise of every kind
@@ -133,7 +126,7 @@ class Checkpoints:
         if step != self._verified and (problem := _problem(path)):
             raise ValueError(f"checkpoint {path} is damaged: {problem}; give another, or start over with --no-resume")
         abstract = dataclasses.replace(abstract_state(self.model, self.optimizer), whole=None)
-        stored = {name: _stored(leaf, self._shapes[name]) for name, leaf in _flat(abstract).items()}
+        stored = {name: form.stored() for name, form in self._forms.items()}
         there = describe(path)
         if self.data_fingerprint != there.data_fingerprint:
             raise ValueError(
@@ -146,22 +139,12 @@ class Checkpoints:
                 "with --no-resume"
             )
         arrays = ocp.load(path, stored)
-        leaves = [
-            self._reordered(_pad(arrays[name], leaf), self._layer_order) for name, leaf in _flat(abstract).items()
-        ]
+        leaves = [form.from_store(arrays[name]) for name, form in self._forms.items()]
         state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         if int(state.step) != step:
             raise ValueError(f"checkpoint {path} is of step {int(state.step)}; rename it so, or move it away")
         self.last_saved = step
         return with_whole_weights(self.model, state)
-
-    def _reordered(self, leaf: Array, order: np.ndarray) -> Array:
-        """The leaf with its layers in that order: they are what is cut over `pipe` alone."""
-        sharding = leaf.sharding
-        is_stacked = isinstance(sharding, NamedSharding) and axes_of((*sharding.spec, None)[0]) == ("pipe",)
-        if not is_stacked or np.array_equal(order, np.arange(order.size)):
-            return leaf
-        return jax.jit(lambda leaf: leaf.at[order].get(out_sharding=sharding))(leaf)
 
     def _unfinished(self, step: int) -> Path:
         return self.directory / f"{step}.unfinished"
@@ -286,47 +269,6 @@ def _problem(path: Path) -> str | None:
     return own or ("another process cannot read it whole" if any(problems) else None)
 
 
-def _true_shapes(model: Model, optimizer: optax.GradientTransformation) -> dict[str, tuple[int, ...]]:
-    """Each leaf's shape without padding, by path."""
-    vocab_size = model.config.vocab_size
-
-    def true(leaf: jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
-        shape = tuple(vocab_size if name == "vocab" else dim for name, dim in zip(names, leaf.shape))
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-    abstract = dataclasses.replace(abstract_state(model, optimizer), whole=None)
-    params = jax.tree.map(true, abstract.params, model.names)
-    opt_state = jax.eval_shape(optimizer.init, params)
-    shapes = {
-        path: leaf.shape
-        for path, leaf in _flat(dataclasses.replace(abstract, params=params, opt_state=opt_state)).items()
-    }
-    sizes = (vocab_size, model.layout.padded_vocab(vocab_size))
-    for path, leaf in _flat(abstract).items():
-        # A factored state may be shaped after which dim is the longest, or long enough.
-        shape = shapes[path]
-        if len(shape) != len(leaf.shape) or any(a != b and (a, b) != sizes for a, b in zip(shape, leaf.shape)):
-            raise ValueError(
-                f"{path} has shape {leaf.shape} with the vocabulary padded to {sizes[1]}, {shape} at its true size "
-                f"{vocab_size}, so that it cannot be stored; take --model.vocab-size {sizes[1]}, or another --optimizer"
-            )
-    return shapes
-
-
-def _flat(state: TrainState) -> dict[str, Any]:
-    """The state's leaves by path, in the tree's own order."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
-
-
-def _stored(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """The leaf as it is stored: of its true shape, whole over the axes that do not divide that."""
-    sharding = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_fitting(sharding, leaf.shape, shape))
-
-
 def _difference(there: dict[str, jax.ShapeDtypeStruct], here: dict[str, jax.ShapeDtypeStruct]) -> str | None:
     """The first array that two states do not have alike."""
 
@@ -337,33 +279,6 @@ def _difference(there: dict[str, jax.ShapeDtypeStruct], here: dict[str, jax.Shap
         if text(there, name) != text(here, name):
             return f"{name} is {text(there, name)} there, {text(here, name)} here"
     return None
-
-
-def _fitting(sharding: Any, padded: tuple[int, ...], true: tuple[int, ...]) -> Any:
-    """The sharding with the padded dims whole."""
-    if not isinstance(sharding, NamedSharding) or padded == true:
-        return sharding
-    kept = (part if a == b else None for part, a, b in zip(sharding.spec.partitions, padded, true))
-    return NamedSharding(sharding.mesh, P(*kept), memory_kind=sharding.memory_kind)
-
-
-def _cut(leaf: Array, shape: tuple[int, ...]) -> Array:
-    if leaf.shape == shape:
-        return leaf
-    return _resize(jax.device_put(leaf, _fitting(leaf.sharding, leaf.shape, shape)), shape)
-
-
-def _pad(leaf: Array, like: jax.ShapeDtypeStruct) -> Array:
-    if leaf.shape == like.shape:
-        return leaf
-    return jax.device_put(_resize(leaf, like.shape), like.sharding)
-
-
-@functools.partial(jax.jit, static_argnames="shape")
-def _resize(leaf: Array, shape: tuple[int, ...]) -> Array:
-    """The leaf cut, or padded with zeros; its dims that change are whole on every device."""
-    padding = [(0, max(0, to - size)) for size, to in zip(leaf.shape, shape)]
-    return jnp.pad(leaf[tuple(slice(size) for size in shape)], padding)
 
 
 def _reason(error: Exception) -> str:
