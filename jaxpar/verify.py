@@ -264,7 +264,7 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
         stages = Stages(
             permutes=schedule.num_ticks * len(Program.of(schedule).hops),
             num_chunks=schedule.num_chunks,
-            layers_per_chunk=config.model.num_layers // schedule.num_parts,
+            layers_per_chunk=max(setup.layers_per_part(config, schedule)),
             keeps_residuals=config.parallel.pipeline_residuals,
             spreads_head=config.parallel.spread_head,
         )

@@ -5,9 +5,9 @@ layout. A collective's bytes are those of the buffer whole over its axis: what a
 reduce-scatter, an all-reduce or an all-to-all starts from. (A ring sends (n - 1) / n of that, an all-reduce twice.)
 Scalars (losses, norms) are left out.
 
-Under `pipe` a device is taken to be of the first stage and of the last: it has the most. So has the compiled program,
-which is one for all stages, if a branch counts as often as the stage that does it takes it. A chunk of one layer is no
-loop: what its backward pass would do twice, for its stage and for the layer, XLA does once.
+Under `pipe` a device is taken to be of the first stage, of the last and of that with the most layers at once. So is the
+compiled program, one for all stages, where each branch of a tick counts as often as the stage that does it takes it. A
+chunk of one layer is no loop: what its backward pass would do twice, for its stage and for the layer, XLA does once.
 """
 
 import math

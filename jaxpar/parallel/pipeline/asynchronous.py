@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar.numerics import widened
 from jaxpar.parallel.pipeline.executor import AXIS, Functions, _add, _at, _put, _when
-from jaxpar.parallel.pipeline.program import Program, Table
+from jaxpar.parallel.pipeline.program import Branch, Program, Table
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -213,7 +213,7 @@ def _act(
 
         if part.sums is None:
             return _Kept(*apply(part.versions, part.state, gradients)[:2], None)
-        return _Kept(*_when(row["closes"], apply, part.versions, part.state, _add(part.sums, gradients)))
+        return _Kept(*_when(Branch.UPDATE, row["closes"], apply, part.versions, part.state, _add(part.sums, gradients)))
 
     def forward(made: Array, told: PyTree) -> tuple[Array, PyTree]:
         y, _, of_layers = stage(read(layers), x)
@@ -233,11 +233,11 @@ def _act(
         (gradients,) = jax.vjp(embed, read(first))[1](made)
         return advanced(first, updates.first, gradients)
 
-    x = _when(row["looks_up"], lambda x: embed(read(first)), x)
-    made, told = _when(row["op"] == Op.F, forward, jnp.full(x.shape, fill, x.dtype), told)
-    made, layers = _when(row["op"] == Op.BW, backward, made, layers)
-    made, loss, last = _when(row["is_scored"], add_head, made, loss, last)
-    first = _when(row["ends_backward"], add_embedding, first)
+    x = _when(Branch.LOOK_UP, row["looks_up"], lambda x: embed(read(first)), x)
+    made, told = _when(Branch.FORWARD, row["op"] == Op.F, forward, jnp.full(x.shape, fill, x.dtype), told)
+    made, layers = _when(Branch.BOTH, row["op"] == Op.BW, backward, made, layers)
+    made, loss, last = _when(Branch.HEAD, row["is_scored"], add_head, made, loss, last)
+    first = _when(Branch.EMBEDDING, row["ends_backward"], add_embedding, first)
     return x, made, (loss, told, Parts(first, layers, last))
 
 

@@ -29,6 +29,7 @@ class Branch(StrEnum):
     LOOK_UP = "pipe_look_up"
     HEAD = "pipe_head"
     EMBEDDING = "pipe_embedding"
+    UPDATE = "pipe_update"
 
 
 class Arrival(NamedTuple):
