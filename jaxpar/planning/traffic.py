@@ -256,20 +256,19 @@ def _context(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
     tokens = settings.batch_size * settings.seq_len // times // _size(settings, TOKEN_AXES)
     yield ("context",), "all-gather", passes["stack"] * times * 2 * 4 * tokens * ranks
 
-    forwards = passes["attention"]  # of all layers
     layer = times * tokens * config.head_dim
     q_heads = config.num_heads // tensor
     kv_heads = math.lcm(config.num_kv_heads, tensor) // tensor
     strategy, short = settings.context, settings.compute_bytes
     if strategy.kind == "allgather":
         whole = layer * ranks * 2 * kv_heads * short
-        yield ("context",), "all-gather", forwards * whole
+        yield ("context",), "all-gather", passes["exchange"] * whole
         yield ("context",), "reduce-scatter", depth * whole
         return
     group = strategy.group
     if group > 1:
         kv_heads = math.lcm(kv_heads, group)
-        yield ("context",), "all-to-all", (forwards + depth) * layer * 2 * (q_heads + kv_heads) * short
+        yield ("context",), "all-to-all", (passes["exchange"] + depth) * layer * 2 * (q_heads + kv_heads) * short
     shifts = needed_shifts(strategy.order, settings.seq_len, ranks, group, True, config.sliding_window)
     # A group's ranks hold its whole part of the sequence, of fewer heads.
     kv, dkv = layer * 2 * kv_heads * short, layer * 2 * kv_heads * max(short, 4)
@@ -277,6 +276,7 @@ def _context(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
     # Permutes outside of a loop (of which one of a single trip is none) are the same ones where the forward pass is
     # recomputed beside the backward pass.
     loops = shifts == tuple(range(hops + 1)) and hops > 2
+    forwards = passes["rounds"]  # of all layers
     shared = (forwards - depth) * (1 if loops else hops)
     home = depth * kv if hops else 0
     yield ("context",), "collective-permute", ((forwards + depth) * hops - shared) * kv + depth * hops * dkv + home
@@ -289,32 +289,34 @@ def _num_layers(config: ModelConfig, settings: TrafficSettings) -> int:
 
 def _passes(config: ModelConfig, settings: TrafficSettings) -> Counter[str]:
     """What a device's layers do per microbatch, forward and again, before their gradients: how often they enter tensor-
-    parallel weights, leave them, attend, gather weights (of a whole layer each), and how often a stack is begun."""
+    parallel weights and leave them, bring together what attends to each other, go around a ring, gather weights (of a
+    whole layer each), and how often a stack is begun."""
     stages = settings.stages
     layers = stages.layers_per_chunk if stages else config.num_layers
     remat = Remat.parse(settings.remat, layers)
     groups, rest = divmod(layers, remat.every)
 
     def forward(layers: int) -> Counter[str]:
-        return Counter(entry=2 * layers, exit=2 * layers, attention=layers, gather=layers)
+        return Counter(entry=2 * layers, exit=2 * layers, exchange=layers, rounds=layers, gather=layers)
 
     # What is done again leaves out a layer's last sum, unless other layers of its group follow from it, and attention's
-    # where its result is kept. A layer in a group of several is gathered to make the group's inputs again, too.
+    # where that is kept. What attends to each other is brought together again even where attention's result is kept, but
+    # no ring gone around. A layer in a group of several is gathered to make the group's inputs again, too.
     alone = layers if remat.every == 1 else int(rest == 1)
-    again = Counter(entry=2 * layers, exit=alone + 2 * (layers - alone), attention=layers)
+    again = Counter(entry=2 * layers, exit=alone + 2 * (layers - alone), exchange=layers, rounds=layers)
     if remat.keeps_all:
         again = Counter()
     if "attention_out" in remat.saves:
         again["exit"] = 0
     if RESULT in remat.saves:
-        again["attention"] = 0
+        again["rounds"] = 0
     again["gather"] = settings.reshard_after_forward * (layers + (layers - alone))
 
     if stages and not stages.keeps_residuals:
         again["stack"] = 1
         if layers == 1:
             # Merged with what the stage does again, of which the last sum is needed by none.
-            again |= Counter(entry=2, exit=1, attention=1, gather=1)
+            again |= Counter(entry=2, exit=1, exchange=1, gather=1)
         else:
             # In a loop to the end; what is in none, at the end, only the layer's own recomputation needs.
             again += forward(layers - (rest or (layers if groups == 1 else 0)))
