@@ -241,7 +241,7 @@ def test_nothing_comes_out_of_an_empty_slot(kind, layers_per_part):
     stack = np.where((order == EMPTY)[:, None, None], np.nan, weights[order])
 
     def local(ends, stack, batch):
-        loss, told, by_ends, by_layers = executor.run(schedule, padded, ends, stack, batch, np.nan)
+        loss, told, by_ends, by_layers = executor.run(schedule, padded, ends, stack, batch, fill=np.nan)
         return loss, jax.tree.map(lambda g: jax.lax.psum(g, "pipe"), by_ends), told["squares"], by_layers
 
     mesh = build_mesh(f"pipe={num_stages}", "", jax.devices()[:num_stages])

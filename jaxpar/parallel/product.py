@@ -35,11 +35,16 @@ class Observation:
     """The uses seen while a function is traced, by the weights' numbers."""
 
     uses: dict[int, Use] = field(default_factory=dict)
+    _weights: dict[int, Array] = field(default_factory=dict)
     _inputs: dict[int, tuple[Array, int]] = field(default_factory=dict)
 
-    def see(self, number: int, equation: str, fp8_axes: tuple[str, ...] | None, x: Array, y: Array) -> None:
-        assert number not in self.uses, "a weight in two products: its gradient is a sum, which nothing keeps apart"
-        # By identity: while it is held here, no other array of the trace can have its id.
+    def see(
+        self, number: int, equation: str, fp8_axes: tuple[str, ...] | None, weight: Array, x: Array, y: Array
+    ) -> None:
+        # A function may be traced again, with other tracers: by identity it is told whether it is.
+        assert self._weights.get(number) is not weight, "a weight in two products, whose gradient is a sum of two"
+        self._weights[number] = weight
+        # While it is held here, no other array can have its id.
         _, first = self._inputs.setdefault(id(x), (x, number))
         kept = jax.ShapeDtypeStruct(x.shape, x.dtype) if first == number else None
         self.uses[number] = Use(equation, fp8_axes, kept, first, jax.ShapeDtypeStruct(y.shape, y.dtype))
@@ -90,7 +95,7 @@ def product(
         return _product_apart(equation, fp8_axes, weight.x is not None, x, weight.weight, weight.x, weight.dy)
     if isinstance(weight, Observed):
         y = _product(equation, fp8_axes, x, weight.weight)
-        weight.observation.see(weight.number, equation, fp8_axes, x, y)
+        weight.observation.see(weight.number, equation, fp8_axes, weight.weight, x, y)
         return y
     return _product(equation, fp8_axes, x, weight)
 

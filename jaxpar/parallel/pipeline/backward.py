@@ -55,20 +55,20 @@ class WeightsApart:
     uses: Mapping[int, Use]
 
     @classmethod
-    def of(cls, stage: Callable[[PyTree], PyTree], own: PyTree, are_weights: PyTree) -> "WeightsApart":
-        """By tracing the stage, of its parameters; `are_weights` says of each leaf whether a product takes it."""
+    def of(cls, stage: Callable[..., PyTree], own: PyTree, *others: PyTree, are_weights: PyTree) -> "WeightsApart":
+        """By tracing stage(own, *others); `are_weights` says of each leaf of its own whether a product takes it."""
         observation = Observation()
         flags = jax.tree.leaves(jax.tree.map(lambda _, is_weight: is_weight, own, are_weights))
 
-        def observed(own: PyTree) -> PyTree:
+        def observed(own: PyTree, *others: PyTree) -> PyTree:
             leaves, structure = jax.tree.flatten(own)
             seen = [
                 Observed(leaf, number, observation) if is_weight else leaf
                 for number, (leaf, is_weight) in enumerate(zip(leaves, flags))
             ]
-            return stage(jax.tree.unflatten(structure, seen))
+            return stage(jax.tree.unflatten(structure, seen), *others)
 
-        jax.eval_shape(observed, own)
+        jax.eval_shape(observed, own, *others)
         return cls(observation.uses)
 
     def operands(self, num_layers: int) -> dict[int, tuple[jax.ShapeDtypeStruct | None, jax.ShapeDtypeStruct]]:

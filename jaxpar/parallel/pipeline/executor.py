@@ -283,7 +283,7 @@ class _Chunk:
         (_, minimised), told = jax.eval_shape(stage, own, microbatch, part, x)
         apart, operands = None, {}
         if Op.B in ops:
-            apart = WeightsApart.of(lambda own: stage(own, microbatch, part, x), own, functions.are_weights)
+            apart = WeightsApart.of(stage, own, microbatch, part, x, are_weights=functions.are_weights)
             operands = apart.operands(jax.tree.leaves(own)[0].shape[0])
         self = cls(stage, ops, apart, None, minimised, told, operands, ())
         if not keeps_residuals:
