@@ -116,8 +116,12 @@ def test_tensor_parallelism_reduces_an_activation_twice_a_layer_and_direction(re
         (sizes(data=2, context=4), {"context_strategy": "ulysses", "grad_accumulation": 2}),
         (sizes(data=2, context=2, tensor=2), {"context_strategy": "allgather", "zero": 1}),
         (sizes(context=8), {"context_strategy": "hybrid=2x4"}),
-        (sizes(context=4, tensor=2), {"context_strategy": "allgather", "remat": "save=attention"}),
-        (sizes(context=8), {"context_strategy": "hybrid=2x4", "remat": "save=attention"}),
+        *(
+            pytest.param(
+                sizes(context=8), {"context_strategy": kind, "remat": "save=attention"}, marks=pytest.mark.slow
+            )
+            for kind in ("allgather", "hybrid=2x4", "ring")
+        ),
     ],
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items() if v != 1),
 )

@@ -300,8 +300,8 @@ def _passes(config: ModelConfig, settings: TrafficSettings) -> Counter[str]:
         return Counter(entry=2 * layers, exit=2 * layers, exchange=layers, rounds=layers, gather=layers)
 
     # What is done again leaves out a layer's last sum, unless other layers of its group follow from it, and attention's
-    # where that is kept. What attends to each other is brought together again even where attention's result is kept, but
-    # no ring gone around. A layer in a group of several is gathered to make the group's inputs again, too.
+    # where that is kept. Where attention's result is kept, no ring is gone around again, but what attends to each other
+    # is brought together again. A layer in a group of several is gathered to make the group's inputs again, too.
     alone = layers if remat.every == 1 else int(rest == 1)
     again = Counter(entry=2 * layers, exit=alone + 2 * (layers - alone), exchange=layers, rounds=layers)
     if remat.keeps_all:
