@@ -6,8 +6,8 @@ collective may stand in another computation (a fusion, an asynchronous wrapper) 
 and a loop's body is written once, however often it runs. So the text is parsed into computations, executions
 are multiplied down the call graph from ENTRY, and each collective's groups are matched with the mesh's axes.
 
-Limits: a conditional's branches count once each, an upper bound, since one of them runs. Point-to-point
-`send` and `recv` are not collectives and are not read.
+Limits: a conditional's branches count once each, an upper bound, since one of them runs, but where the caller
+knows by its name how often it is taken. Point-to-point `send` and `recv` are not collectives and are not read.
 
 Source: XLA's HLO text and https://openxla.org/xla/operation_semantics.
 """
@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
@@ -52,13 +53,17 @@ class Collective:
     """Where in the JAX program it is from; "" if XLA does not say."""
 
 
-def read_collectives(hlo_text: str, mesh: Mapping[str, int]) -> list[Collective]:
+def read_collectives(
+    hlo_text: str, mesh: Mapping[str, int], taken: Mapping[str, Fraction] | None = None
+) -> list[Collective]:
     """The program's collectives, in the text's order. Groups of one device do not communicate: left out.
 
-    `mesh` has the axes' sizes, outermost first: HLO numbers devices by their row-major place in the mesh.
+    `mesh` has the axes' sizes, outermost first: HLO numbers devices by their row-major place in the mesh. `taken` has
+    the share of times that the second branch of a `lax.cond` in a `jax.named_scope` is taken, by the scope's name, for
+    conditionals whose other branch has no collective.
 
-    Raises ValueError if the program is for another number of devices, or if the trip count of a loop around a
-    collective is stated neither by XLA nor by the loop's own constants.
+    Raises ValueError if the program is for another number of devices, if the trip count of a loop around a
+    collective is stated neither by XLA nor by the loop's own constants, or if shares do not make whole executions.
     """
     module = _Module.parse(hlo_text)
     num_devices = math.prod(mesh.values())
@@ -67,7 +72,7 @@ def read_collectives(hlo_text: str, mesh: Mapping[str, int]) -> list[Collective]
             f"the program is compiled for {module.num_partitions} devices, but mesh {dict(mesh)} has "
             f"{num_devices}; pass the sizes of the mesh that it was compiled for"
         )
-    executions = _executions(module)
+    executions = _executions(module, taken or {})
     # A program repeats few groupings, each long to parse: 16,384 devices may be listed one by one.
     span = functools.cache(functools.partial(_span, mesh=mesh))
     collectives = []
@@ -111,6 +116,7 @@ _CALLEES = re.compile(
 )
 _FREE_TEXT = re.compile(r"\b(?:frontend_attributes|metadata|backend_config)=")  # last, and any text
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_COND_SCOPE = re.compile(r'op_name="(?:[^"]*/)?([^"/]+)/cond"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"(?:pred|[a-z]+(\d+)\w*)\[([^\]]*)\]")
 
@@ -208,7 +214,7 @@ def _type_bytes(type_: str) -> int:
 # The call graph.
 
 
-def _executions(module: _Module) -> dict[str, int]:
+def _executions(module: _Module, taken: Mapping[str, Fraction]) -> dict[str, int]:
     """How often each computation runs per run of the program; 0 for those that lead to no collective."""
     callees = {c.name: [callee for _, _, callee in c.calls] for c in module.computations.values()}
     callees_first = list(TopologicalSorter(callees).static_order())
@@ -216,17 +222,29 @@ def _executions(module: _Module) -> dict[str, int]:
     for name in callees_first:
         holds_any = bool(module.computations[name].collectives)
         communicates[name] = holds_any or any(communicates[callee] for callee in callees[name])
-    executions = dict.fromkeys(callees_first, 0)
-    executions[module.entry] = 1
+    executions = dict.fromkeys(callees_first, Fraction(0))
+    executions[module.entry] = Fraction(1)
     for name in reversed(callees_first):
         computation = module.computations[name]
         for caller, role, callee in computation.calls if executions[name] else ():
             if communicates[callee]:  # a loop that does not may have no static trip count
-                executions[callee] += executions[name] * _repetitions(module, computation, caller, role)
-    return executions
+                executions[callee] += executions[name] * _repetitions(module, computation, caller, role, taken)
+    for name, count in executions.items():
+        if count.denominator > 1 and module.computations[name].collectives:
+            raise ValueError(
+                f"%{name} holds collectives and would run {count} times; state how often the conditional around it is "
+                "taken as a share of the trips of its loop"
+            )
+    return {name: int(count) for name, count in executions.items()}
 
 
-def _repetitions(module: _Module, computation: _Computation, caller: _Instruction, role: str) -> int:
+def _repetitions(
+    module: _Module, computation: _Computation, caller: _Instruction, role: str, taken: Mapping[str, Fraction]
+) -> int | Fraction:
+    if caller.opcode == "conditional":
+        # Its own scope is the last: what is in a branch has the branch's scope before its own.
+        scope = _first(_COND_SCOPE, caller.rest)
+        return taken.get(scope, 1) if scope else 1
     if caller.opcode != "while":
         return 1
     known = _first(_TRIP_COUNT, caller.rest)
