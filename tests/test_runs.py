@@ -135,7 +135,7 @@ def test_what_a_row_leaves_out():
     assert (jobs["megatron2021.145.6B"].chunks, jobs["megatron2021.529.6B"].chunks) == (2, 3)
     assert jobs["maxtext.v5e.16B.512"].batch_size == 6 * 512
     assert [level.size for level in jobs["maxtext.v5e.16B.512"].cluster.levels] == [256, 512]
-    assert jobs["titan.70b.2d"].remat.startswith("save=")
+    assert jobs["titan.8b.fsdp128.compile"].remat.startswith("save=")
     assert all(job.check() is job for job in jobs.values())
     with pytest.raises(ValueError, match="no model is called"):
         predict_run({**ROWS[0], "model": {}, "model_name": "none"}, calibration_table())
