@@ -53,13 +53,13 @@ def test_a_source_that_the_fit_has_not_seen(published):
 
 
 def test_the_fit_finds_numbers_again(published):
-    """Of runs made up from other numbers than the priors; those that no run tells stay."""
+    """Of runs made up from other numbers than the priors, where these hold them loosely; what no run tells stays."""
     table, some = calibration_table(), published[::4]
     true = with_numbers(table, NUMBERS, [number.prior * math.exp(0.5 * number.width) for number in NUMBERS])
     made_up = [dataclasses.replace(run, measured=run.measured * math.exp(run.log_error(true))) for run in some]
     assert max(errors(made_up, true)) < 1e-9
-    found = fit(made_up, table)
-    assert max(errors(made_up, found)) < 0.02
+    found = fit(made_up, table, [dataclasses.replace(number, width=10 * number.width) for number in NUMBERS])
+    assert max(errors(made_up, found)) < 0.01
     untold = next(number for number in NUMBERS if number.places[0][1:] == ("jaxpar", "overhead"))
     assert get(found, untold.places[0]) == pytest.approx(untold.prior)
 
