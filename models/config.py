@@ -45,14 +45,6 @@ class ModelConfig:
     qk_norm_over: Literal["head", "heads"] = "head"
     """heads: over all of a token's heads together (OLMoE)."""
     tie_embeddings: bool = False
-    num_experts: int = 0
-    """Of a mixture-of-experts layer; 0 for a dense model."""
-    num_experts_per_token: int = 0
-    expert_mlp_dim: int = 0
-    num_shared_experts: int = 0
-    moe_every: int = 1
-    """Of the layers after the dense ones each moe_every-th has experts."""
-    num_dense_layers: int = 0
     sliding_window: int | None = None
     """Each token attends to this many tokens, itself included; None for all before it."""
     init_std: float = 0.02
