@@ -259,8 +259,8 @@ def job_traffic(job: Job) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
     weights, activations = _traffic(job)
     share, times = 1 / job.mesh["pipe"], job.num_microbatches
-    for axes, ops in weights.items():
-        for op, size in ops.items():
+    for axes, weight_ops in weights.items():
+        for op, size in weight_ops.items():
             total[axes] += share * size * (times if _gathers_each_time(job) and op != "all-reduce" else 1)
     for axes, sizes in activations.items():
         total[axes] += share * times * sum(sizes.values())
