@@ -186,7 +186,7 @@ def random_batch(config: Config) -> Batch:
 
 def true_sizes(model: Model, params: PyTree) -> dict[str, np.ndarray]:
     """The parameters by path, on the host, without the vocabulary's padding, layers in order."""
-    in_order = np.argsort(model.layout.layer_order(model.config.num_layers))
+    in_order = np.argsort(model.layout.layer_order(model.config.num_units))
 
     def true(leaf: Any, names: tuple[str | None, ...]) -> np.ndarray:
         whole = np.asarray(leaf)[tuple(slice(model.config.vocab_size if name == "vocab" else None) for name in names)]

@@ -1,5 +1,6 @@
 """The parts of a Transformer block. Each is written once, as if for one device; `Layout` says where it runs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -134,12 +135,19 @@ class Attention(nnx.Module):
         return layout.shift(out, self.out_bias) if config.attention_output_bias else out
 
 
-class Mlp(nnx.Module):
-    """SwiGLU (arXiv 2002.05202) or GPT-2's GELU feed-forward."""
+def activation(config: ModelConfig, into: Callable[[str], Float[Array, "... F"]]) -> Float[Array, "... F"]:
+    """The hidden layer of an MLP, of what into("gate") and into("up") give."""
+    if config.mlp == "swiglu":
+        return jax.nn.silu(into("gate")) * into("up")
+    return jax.nn.gelu(into("up"), approximate=True)
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+
+class Mlp(nnx.Module):
+    """SwiGLU (arXiv 2002.05202) or GPT-2's GELU feed-forward; `width` is the config's mlp_dim where it is not given."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype, width: int | None = None):
         self.config = config
-        embed, hidden, std = config.embed_dim, config.mlp_dim, config.init_std
+        embed, hidden, std = config.embed_dim, width or config.mlp_dim, config.init_std
         if config.mlp == "swiglu":
             self.gate = declare(rngs, (embed, hidden), ("embed", "mlp"), normal(std), dtype)
         self.up = declare(rngs, (embed, hidden), ("embed", "mlp"), normal(std), dtype)
@@ -159,28 +167,7 @@ class Mlp(nnx.Module):
             hidden = layout.named("mlp_" + name, layout.project("bsd,df->bsf", x, getattr(self, name)))
             return layout.shift(hidden, getattr(self, name + "_bias")) if self.config.mlp_bias else hidden
 
-        if self.config.mlp == "swiglu":
-            hidden = jax.nn.silu(into("gate")) * into("up")
-        else:
-            hidden = jax.nn.gelu(into("up"), approximate=True)
+        hidden = activation(self.config, into)
         out = layout.exit_tensor("bsf,fd->bsd", hidden, self.down)
         out = layout.named("mlp_out", out)
         return layout.shift(out, self.down_bias) if self.config.mlp_bias else out
-
-
-class Block(nnx.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)). Beside x it gives what a layer tells of itself, by
-    name."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
-        self.attention_norm = Norm(config, config.embed_dim, RESIDUAL, rngs, dtype)
-        self.attention = Attention(config, rngs, dtype)
-        self.mlp_norm = Norm(config, config.embed_dim, RESIDUAL, rngs, dtype)
-        self.mlp = Mlp(config, rngs, dtype)
-
-    def __call__(
-        self, x: Float[Array, "B S D"], rope: Rope | None, tokens: Tokens, layout: Layout
-    ) -> tuple[Float[Array, "B S D"], dict[str, Array]]:
-        x = layout.named("block_input", x)
-        x = x + self.attention(self.attention_norm(x, layout), rope, tokens, layout)
-        return x + self.mlp(self.mlp_norm(x, layout), layout), {}

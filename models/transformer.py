@@ -1,5 +1,6 @@
-"""The decoder: embedding, a stack of blocks, head. Single-device Flax but for the `Layout` that it is called with."""
+"""The decoder: embedding, a stack of equal blocks, head. Single-device Flax but for its `Layout`."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,8 +13,9 @@ from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.vocab import Objective
+from models.block import Block, Unit
 from models.config import ModelConfig
-from models.layers import RESIDUAL, Block, Norm, Rope
+from models.layers import RESIDUAL, Norm, Rope
 from models.parameters import Initializer, declare, normal
 
 Told = dict[str, Array]
@@ -32,6 +34,28 @@ class Reported(NamedTuple):
 def auxiliary_loss(told: Told, dtype: jnp.dtype) -> Float[Array, ""]:
     """What layers add to what is minimised."""
     return jnp.sum(told["auxiliary_loss"]).astype(dtype) if "auxiliary_loss" in told else jnp.zeros((), dtype)
+
+
+def _repeated(config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype) -> Block | Unit:
+    """What the stack repeats."""
+    if config.num_experts and config.moe_every > 1:
+        return Unit(config, rngs, dtype)
+    return Block(config, rngs, dtype, is_mixture=config.num_experts > 0)
+
+
+def balanced(config: ModelConfig, params: PyTree, told: Told) -> PyTree:
+    """Parameters with the routers' biases moved towards equal loads, by what the layers told of a step (DeepSeek-V3,
+    arXiv 2412.19437, section 2.1.2)."""
+    if not (config.num_experts and config.balancing == "bias"):
+        return params
+    loads = told["tokens_per_expert"]
+    missing = jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)
+
+    def moved(path: tuple, leaf: Array) -> Array:
+        is_bias = jax.tree_util.keystr(path, simple=True, separator=".").endswith("mlp.bias")
+        return leaf + (config.bias_update_rate * missing).astype(leaf.dtype) if is_bias else leaf
+
+    return {**params, "blocks": jax.tree_util.tree_map_with_path(moved, params["blocks"])}
 
 
 def _rows_then_zeros(init: Initializer, num_rows: int, dim: int) -> Initializer:
@@ -80,23 +104,38 @@ class Transformer(nnx.Module):
                 _rows_then_zeros(init, config.vocab_size, 1),
                 dtype,
             )
+        self.first_blocks = nnx.List(
+            [
+                Block(config, nnx.Rngs(params=rngs.params()), dtype, is_mixture=False)
+                for _ in range(config.num_dense_layers if config.num_experts else 0)
+            ]
+        )
         # A layer's key is folded from its global index: it does not depend on how many layers there are, or where.
         layer_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rngs.params(), jnp.asarray(layer_order))
-        self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key), dtype))(layer_keys)
+        self.blocks = nnx.vmap(lambda key: _repeated(config, nnx.Rngs(params=key), dtype))(layer_keys)
 
     def embed(self, batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
-        """The input of the first block, in the residual stream."""
+        """The input of the stacked blocks, in the residual stream."""
         x = layout.lookup(self.embedding, batch.tokens)
-        return x + layout.lookup(self.position_embedding, batch.positions) if self._has_learned_positions else x
+        if self._has_learned_positions:
+            x = x + layout.lookup(self.position_embedding, batch.positions)
+        for block in self.first_blocks:
+            x = self._run(block, nnx.state(block), layout.layer, x, batch, layout)[0]
+        return x
 
     def stack(
         self, blocks: PyTree, x: Float[Array, "B S D"], batch: Batch, layout: Layout
     ) -> tuple[Float[Array, "B S D"], Told]:
         """Through some of the blocks, which are given as their parameters, stacked."""
+        return self._run(self.blocks, blocks, layout.layers, x, batch, layout)
+
+    def _run(
+        self, block: nnx.Module, params: PyTree, run: Callable, x: Float[Array, "B S D"], batch: Batch, layout: Layout
+    ) -> tuple[Float[Array, "B S D"], Told]:
         rope = None if self._has_learned_positions else Rope.at(self.config, batch.positions, x.dtype)
         tokens = layout.sequence(batch)
-        graph = nnx.graphdef(self.blocks)
-        return layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, tokens, layout), blocks, x)
+        graph = nnx.graphdef(block)
+        return run(lambda params, x: nnx.merge(graph, params)(x, rope, tokens, batch.routing, layout), params, x)
 
     def head_loss(
         self, x: Float[Array, "B S D"], batch: Batch, layout: Layout, objective: Objective

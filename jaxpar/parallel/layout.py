@@ -25,15 +25,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.kernels import attention as on_one_device
+from jaxpar.kernels import grouped
 from jaxpar.kernels.attention import Kernel
 from jaxpar.kernels.mask import AttentionMask, Tokens
-from jaxpar.parallel import context, data, fsdp, layers, tensor, vocab, zero
+from jaxpar.numerics import widened
+from jaxpar.parallel import context, data, expert, fsdp, layers, tensor, vocab, zero
 from jaxpar.parallel.axes import (
     ACTIVATION_RULES,
     PARAMETER_RULES,
     STATE_RULES,
     TOKEN_AXES,
     axes_of,
+    gathered_axes,
     mesh_axes,
     padded_vocab,
     partition_spec,
@@ -42,6 +45,7 @@ from jaxpar.parallel.axes import (
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import permutation
+from jaxpar.parallel.expert import ExpertStrategy
 from jaxpar.parallel.parameter import Parameter
 from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.schedule import Schedule
@@ -72,6 +76,9 @@ class Layout:
     context: ContextStrategy = dataclasses.field(default_factory=ContextStrategy)
     attention_kernel: Kernel = "tiled"
     """What attends where a device has the whole sequence."""
+    dispatch: ExpertStrategy = dataclasses.field(default_factory=ExpertStrategy)
+    grouped_kernel: grouped.Kernel = "dense"
+    """What multiplies tokens by their experts' kernels, under dropless dispatch."""
     packs_documents: bool = False
     """Whether sequences hold documents that attend to themselves alone: rounds of a ring may then be left out."""
     is_fp8: bool = False
@@ -118,9 +125,9 @@ class Layout:
         names = ("layers",) * (len(shape) - len(names)) + tuple(names)
         return partition_spec(names, PARAMETER_RULES if self.zero == 3 else STATE_RULES, self.mesh.shape, shape)
 
-    def whole_spec(self, spec: P) -> P:
+    def whole_spec(self, spec: P, names: Sequence[str | None]) -> P:
         """Under ZeRO-1 and 2, of the copy that a step computes with."""
-        return without(spec, TOKEN_AXES)
+        return without(spec, gathered_axes(names))
 
     def owed_axes(self, spec: P, summed_over: Sequence[str], sizes: Sequence[int | None]) -> tuple[str, ...]:
         """The mesh axes over which a gradient stays unsummed until the step's last microbatch.
@@ -144,16 +151,32 @@ class Layout:
         """The sharding of a scalar, or of anything whole on every device."""
         return self.sharding(P())
 
-    def token_cuts(self, spec: P) -> fsdp.Cuts:
-        """The dims of a parameter that are cut over axes which tokens are cut over, too."""
+    def token_cuts(self, spec: P, names: Sequence[str | None]) -> fsdp.Cuts:
+        """The dims of a parameter with these logical axes that are cut over axes which tokens are cut over, too, and
+        gathered for them."""
+        gathered = gathered_axes(names)
         cuts = (
-            (dim, self.present([axis for axis in axes_of(part) if axis in TOKEN_AXES]))
+            (dim, self.present([axis for axis in axes_of(part) if axis in gathered]))
             for dim, part in enumerate(spec.partitions)
         )
         return tuple((dim, axes) for dim, axes in cuts if axes)
 
     def padded_vocab(self, vocab_size: int) -> int:
         return padded_vocab(vocab_size, self.mesh.shape if self.mesh is not None else dict.fromkeys(MESH_AXES, 1))
+
+    def num_parts(self, name: str) -> int:
+        """Into how many an activation's logical axis is cut."""
+        return self.axis_size(*mesh_axes(self.spec(name)))
+
+    def part_index(self, name: str) -> Int[Array, ""]:
+        """Which of them this rank has, in the region."""
+        axes = self.present([axis for part in self.spec(name).partitions for axis in axes_of(part)])
+        return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
+
+    def places(self, num_tokens: int) -> Int[Array, " S"]:
+        """Where in the sequence this rank's tokens of it are, in the region."""
+        order = jnp.asarray(self.sequence_order(num_tokens * self.num_parts("seq")), jnp.int32)
+        return lax.dynamic_slice_in_dim(order, self.part_index("seq") * num_tokens, num_tokens)
 
     def sequence_order(self, seq_len: int) -> Int[np.ndarray, " S"]:
         """Which token of a sequence lies at each place of a batch's arrays."""
@@ -205,7 +228,7 @@ class Layout:
         return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype)
 
     def _cuts(self, weight: Parameter) -> fsdp.Cuts:
-        return self.token_cuts(self.parameter_spec(weight.axes, weight.dims))
+        return self.token_cuts(self.parameter_spec(weight.axes, weight.dims), weight.axes)
 
     def _is_cut_over_tensor(self, weight: Parameter) -> bool:
         return tensor.AXIS in self.present(mesh_axes(self.parameter_spec(weight.axes, weight.dims)))
@@ -227,8 +250,7 @@ class Layout:
 
     def exit_tensor(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
         """x times a weight, row-parallel, summed over `tensor` into the residual stream."""
-        out = tensor.product(equation, x, self.gather(weight), self._fp8_axes)
-        return tensor.leave(out, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else out
+        return self.leave_tensor(tensor.product(equation, x, self.gather(weight), self._fp8_axes))
 
     @property
     def _fp8_axes(self) -> tuple[str, ...] | None:
@@ -242,6 +264,46 @@ class Layout:
     def shift(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x + vector over x's last dims, likewise."""
         return data.shift(x, vector[...])
+
+    def route(self, x: Float[Array, "B S D"], weight: Parameter) -> Float[Array, "B S E"]:
+        """x times a router's weight, both in at least float32; x is whole over `tensor`."""
+        wide = widened(x.dtype)
+        return tensor.product("bsd,de->bse", x.astype(wide), weight[...].astype(wide))
+
+    def once(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """x, for what every rank of `tensor` computes alike from it: its gradient counts on one of them."""
+        return tensor.once(x) if self.axis_size(tensor.AXIS) > 1 else x
+
+    def loads(self, counts: Float[Array, "B E"], over: str) -> Float[Array, "B E"]:
+        """Tokens of each expert, summed over all ranks that have tokens of the same sequence, or of the same batch."""
+        if over == "batch":
+            counts = jnp.broadcast_to(jnp.sum(counts, axis=0, keepdims=True), counts.shape)
+        axes = self.present(TOKEN_AXES if over == "batch" else ("context",))
+        return lax.psum(counts, axes) if axes else counts
+
+    def experts(
+        self,
+        x: Float[Array, "B S D"],
+        weights: Float[Array, "B S k"],
+        ids: Int[Array, "B S k"],
+        num_experts: int,
+        ffn: Callable[[Float[Array, "... D"], Callable], Float[Array, "... D"]],
+    ) -> tuple[Float[Array, "B S D"], Int[Array, ""]]:
+        """(each token's sum of weight x ffn over its experts, an addend of the sum over `tensor`; how many pairs of
+        token and expert were dropped). `ffn(rows, multiply)` multiplies by experts' kernels with multiply(rows,
+        weight)."""
+        ranks = self.axis_size("context")
+        order = self.sequence_order(x.shape[1] * ranks) if ranks > 1 else None
+        place = expert.Place(self.axis_size(expert.AXIS), ranks, order)
+
+        def gathered(rows: Array, multiply: expert.Multiply) -> Array:
+            return ffn(rows, lambda rows, weight: multiply(rows, self.gather(weight)))
+
+        return expert.experts(self.dispatch, self.grouped_kernel, place, num_experts, x, weights, ids, gathered)
+
+    def leave_tensor(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """The sum of the ranks' addends over `tensor`, in the residual stream."""
+        return tensor.leave(x, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else x
 
     def attention(
         self,
@@ -284,6 +346,13 @@ class Layout:
         leaf of `stacked`, and of what they told."""
         return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward)
 
+    def layer(
+        self, block: Callable[[PyTree, Array], tuple[Array, PyTree]], params: PyTree, x: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S D"], PyTree]:
+        """block(params, x) of one layer that is not stacked."""
+        remat = FULL if self.remat.every > 1 else self.remat
+        return layers.alone(block, params, x, remat=remat, regather=self.reshard_after_forward)
+
     def through_stages(
         self, stack: Callable[[PyTree, Array], tuple[Array, PyTree]], stacked: PyTree, x: Float[Array, "B S D"]
     ) -> tuple[Float[Array, "B S D"], PyTree]:
@@ -297,7 +366,7 @@ class Layout:
             return vocab.lookup(vocab.Table(self.compute_dtype), table[...], ids)
         spec = self.parameter_spec(table.axes, table.dims)
         if self.zero < 3:
-            spec = self.whole_spec(spec)
+            spec = self.whole_spec(spec, table.axes)
         vocab_axes, embed_axes = (self.present(axes_of(part)) for part in spec.partitions)
         if self.cuts_stream and not vocab_axes:
             part = ids.shape[1] // self.axis_size(tensor.AXIS)

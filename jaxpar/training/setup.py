@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.config import Config
+from jaxpar.kernels import grouped
 from jaxpar.kernels.attention import Kernel, choose
 from jaxpar.kernels.mask import AttentionMask
 from jaxpar.parallel.axes import mesh_axes
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import multiple
+from jaxpar.parallel.expert import ExpertStrategy
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline import kinds
 from jaxpar.parallel.pipeline.kinds import KINDS
@@ -22,6 +24,7 @@ from jaxpar.parallel.vocab import Objective
 from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
 from meshes import build_mesh
+from models.count import num_moe_layers
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -34,7 +37,8 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     mesh cannot cut."""
     dtypes = Precision.of(config.run)
     parallel = config.parallel
-    sizes = mesh.shape if mesh is not None else {"pipe": 1, "context": 1}
+    sizes = mesh.shape if mesh is not None else {"pipe": 1, "context": 1, "tensor": 1}
+    platform = mesh.devices.flat[0].platform if mesh is not None else "cpu"
     schedule = make_schedule(config, sizes["pipe"])
     num_parts = schedule.num_parts if schedule is not None else 1
     strategy = parallel.context_strategy if mesh is not None else "auto"
@@ -44,9 +48,11 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         reduce_dtype=dtypes.reduce,
         sequence_parallel=parallel.sequence_parallel,
         reshard_after_forward=parallel.reshard_after_forward,
-        remat=Remat.parse(parallel.remat, config.model.num_layers // num_parts),
+        remat=Remat.parse(parallel.remat, config.model.num_units // num_parts),
         zero=parallel.zero,
         context=ContextStrategy.parse(strategy, parallel.context_order, sizes["context"], sizes["pipe"]),
+        dispatch=ExpertStrategy.on(platform, parallel.moe_dispatch, parallel.capacity_factor, parallel.capacity_order),
+        grouped_kernel=_grouped_kernel(config, platform, dtypes.compute, sizes["tensor"]),
         packs_documents=config.data.pack_documents,
         attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
         is_fp8=config.run.matmul == "fp8",
@@ -62,7 +68,7 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
     """Of the config's pipeline; None for one stage. Raises ValueError for what cannot run, or not on so many."""
     if num_stages == 1:
         return None
-    parallel, num_layers = config.parallel, config.model.num_layers
+    parallel, model, num_layers = config.parallel, config.model, config.model.num_units
     kind = KINDS.get(parallel.pipeline)
     if kind and (kind.needs_slices or not kind.synchronous):
         works = ", ".join(name for name, kind in KINDS.items() if kind.synchronous and not kind.needs_slices)
@@ -75,10 +81,11 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
     if num_layers % schedule.num_parts:
         chunks = f" x {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
         parts = schedule.num_parts
+        units = "" if num_layers == model.num_layers else f", or {num_layers} units of --model.moe-every,"
         nearest = [n for n in (num_layers // parts * parts, -(-num_layers // parts) * parts) if n]
         raise ValueError(
-            f"--model.num-layers {num_layers} is not divisible by pipe={num_stages}{chunks}; the nearest that is: "
-            f"{' or '.join(map(str, nearest))}"
+            f"--model.num-layers {model.num_layers}{units} is not divisible by pipe={num_stages}{chunks}; the nearest "
+            f"that is: {' or '.join(str(model.num_dense_layers + n * model.moe_every) for n in nearest)}"
         )
     if parallel.zero == 2:
         raise ValueError(f"--zero 2 does not go with pipe={num_stages}, which keeps a step's gradients; take 1 or 3")
@@ -101,13 +108,31 @@ def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int) 
     )
 
 
+def _grouped_kernel(config: Config, platform: str, dtype: jnp.dtype, num_tensor_ranks: int) -> grouped.Kernel:
+    """For the mesh's devices, be they only compiled for."""
+    model = config.model
+    if not model.num_experts or config.parallel.moe_dispatch == "capacity":
+        return "dense"
+    return grouped.choose(platform, dtype, (model.embed_dim, model.expert_mlp_dim // num_tensor_ranks))
+
+
 def check(config: Config, layout: Layout) -> None:
     """Raise ValueError, in one line, for the first size that the layout cannot cut into equal parts."""
     if layout.mesh is not None:
         check_offload(layout.remat, layout.mesh.devices.flat[0])
     layout.check_divisible(config.data.batch_size, "batch", "--batch-size", config.parallel.grad_accumulation)
     layout.check_divisible(config.model.num_heads, "heads", "--model.num-heads")
-    layout.check_divisible(config.model.mlp_dim, "mlp", "--model.mlp-dim")
+    model = config.model
+    if num_moe_layers(model) < model.num_layers:
+        layout.check_divisible(model.mlp_dim, "mlp", "--model.mlp-dim")
+    if model.num_experts:
+        layout.check_divisible(model.num_experts, "experts", "--model.num-experts")
+        layout.check_divisible(model.expert_mlp_dim, "mlp", "--model.expert-mlp-dim")
+        if model.balancing == "bias" and config.optimizer.name == "schedule-free":
+            raise ValueError(
+                "--model.balancing bias moves a parameter beside the optimizer, whose average schedule-free would not "
+                "have it in; take another --optimizer or --model.balancing loss"
+            )
     ranks = layout.axis_size("context")
     parts = layout.axis_size(*layout.present(mesh_axes(layout.spec("residual_seq"))))
     layout.check_divisible(config.data.seq_len, "residual_seq", "--seq-len", unit=multiple(layout.context.order, ranks))

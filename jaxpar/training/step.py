@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
 from jaxpar.training.precision import LossScale, round_stochastically
 from jaxpar.training.reporting.norms import group_norms
+from models.transformer import Told, balanced
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +47,8 @@ class StepMetrics:
     """Valid tokens of this step."""
     norms: dict[str, tuple[Array, Array]] | None = None
     """Of each group of parameters and of its gradient, where asked for."""
+    told: Told = field(default_factory=dict)
+    """By the layers, see models.transformer."""
 
 
 def make_step(
@@ -55,7 +58,9 @@ def make_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
-        reported, grads, num_tokens = loss_and_grads(model, state.params, batch, whole=state.whole, scale=scale)
+        reported, grads, num_tokens = loss_and_grads(
+            model, state.params, batch, whole=state.whole, scale=scale, step=state.step
+        )
         grad_norm = optax.tree.norm(grads)
         norms = None
         if log_norms:
@@ -66,6 +71,7 @@ def make_step(
         with jax.numpy_dtype_promotion("standard"):  # optax counts on it; our own code runs under "strict"
             updates, opt_state = optimizer.update(grads, state.opt_state, params)
             params = optax.apply_updates(params, updates)
+        params = balanced(model.config, params, reported.told)
         if model.dtype == jnp.bfloat16:
             params = round_stochastically(params, model.dtype, state.step)
         loss_scale = None
@@ -77,7 +83,7 @@ def make_step(
             )
         whole = model.whole(params) if model.keeps_whole_weights else None
         state = TrainState(state.step + 1, params, opt_state, whole, loss_scale)
-        return state, StepMetrics(reported.loss, grad_norm, num_tokens, norms)
+        return state, StepMetrics(reported.loss, grad_norm, num_tokens, norms, reported.told)
 
     return step
 

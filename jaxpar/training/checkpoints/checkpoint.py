@@ -67,7 +67,7 @@ class Checkpoints:
         self.last_saved: int | None = None
         """The step of the newest whole checkpoint that this object wrote or restored."""
         self._shapes = _true_shapes(model, optimizer)
-        self._layer_order = model.layout.layer_order(model.config.num_layers)
+        self._layer_order = model.layout.layer_order(model.config.num_units)
         self._verified: int | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
