@@ -265,6 +265,7 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
         reshard_after_forward=config.parallel.reshard_after_forward,
         remat=config.parallel.remat,
         zero=config.parallel.zero,
+        dispatch=setup.expert_strategy(config, "gpu"),
         context=ContextStrategy.parse(
             config.parallel.context_strategy, config.parallel.context_order, mesh["context"], mesh["pipe"]
         ),

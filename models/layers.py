@@ -44,6 +44,20 @@ class Norm(nnx.Module):
         return layout.shift(out, self.bias) if self.kind == "layernorm" else out
 
 
+class HeadsNorm(nnx.Module):
+    """RMSNorm over all heads of a token together (OLMoE, arXiv 2409.02060), in at least float32."""
+
+    def __init__(self, config: ModelConfig, num_heads: int, heads: str, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.num_heads, self.eps = num_heads, config.norm_eps
+        self.scale = declare(rngs, (num_heads, config.head_dim), (heads, "head_dim"), constant(1.0), dtype)
+
+    def __call__(self, x: Float[Array, "B S H K"], layout: Layout) -> Float[Array, "B S H K"]:
+        wide = x.astype(widened(x.dtype))
+        total = layout.sum_over_heads(jnp.sum(wide * wide, axis=(-2, -1), keepdims=True), self.num_heads)
+        normed = wide * jax.lax.rsqrt(total / (self.num_heads * x.shape[-1]) + self.eps)
+        return layout.scale(normed.astype(x.dtype), self.scale)
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding (arXiv 2104.09864), pairs (i, i + K/2) as in Llama's published weights."""
@@ -104,7 +118,12 @@ class Attention(nnx.Module):
                 declare(rngs, (config.num_kv_heads, head_dim), ("kv_heads", "head_dim"), constant(0.0), dtype)
                 for _ in range(2)
             )
-        if config.qk_norm:
+        self.query_norm: HeadsNorm | Norm
+        self.key_norm: HeadsNorm | Norm
+        if config.qk_norm and config.qk_norm_over == "heads":
+            self.query_norm = HeadsNorm(config, config.num_heads, "heads", rngs, dtype)
+            self.key_norm = HeadsNorm(config, config.num_kv_heads, "kv_heads", rngs, dtype)
+        elif config.qk_norm:
             self.query_norm = Norm(config, head_dim, ("batch", "seq", "heads"), rngs, dtype, "rmsnorm")
             over_keys = "batch", "seq", ("kv_heads", config.num_kv_heads)
             self.key_norm = Norm(config, head_dim, over_keys, rngs, dtype, "rmsnorm")

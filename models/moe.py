@@ -121,6 +121,25 @@ class Moe(nnx.Module):
         return told | {"auxiliary_loss": jnp.sum(per_token * routing.shares.astype(dtype))}
 
 
+def figures(config: ModelConfig, told: dict[str, Array]) -> dict[str, Float[Array, ""]]:
+    """Of what the layers told of a step; nothing for dense models.
+
+    aux_loss: what is minimised beside the cross-entropy, all layers' sum. moe_dropped_fraction: of pairs of token and
+    expert. moe_max_load: tokens of the fullest expert by the mean, in the layer where that is most. router_entropy:
+    nats per token, the layers' mean.
+    """
+    if not config.num_experts:
+        return {}
+    loads = told["tokens_per_expert"]
+    pairs = jnp.sum(loads)
+    return {
+        "aux_loss": jnp.sum(told["auxiliary_loss"]),
+        "moe_dropped_fraction": jnp.sum(told["dropped"]) / pairs,
+        "moe_max_load": jnp.max(jnp.max(loads, axis=-1) / jnp.mean(loads, axis=-1)),
+        "router_entropy": jnp.sum(told["router_entropy"]) * config.num_experts_per_token / pairs,
+    }
+
+
 def _within_groups(choice: Float[Array, "B S E"], num_groups: int, per_token: int) -> Float[Array, "B S E"]:
     """With -inf for the experts of all but each token's best groups."""
     grouped = choice.reshape(*choice.shape[:2], num_groups, -1)

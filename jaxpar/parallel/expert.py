@@ -54,12 +54,6 @@ class ExpertStrategy:
     exchange: Literal["gather", "ragged"] = "gather"
     """Of dropless, between ranks: ragged where the backend has `ragged_all_to_all`."""
 
-    @classmethod
-    def on(cls, platform: str, dispatch, capacity_factor: float, capacity_order) -> "ExpertStrategy":
-        """With the platform's own exchange."""
-        exchange: Literal["gather", "ragged"] = "ragged" if platform in ("gpu", "tpu") else "gather"
-        return cls(dispatch, capacity_factor, capacity_order, exchange)
-
 
 def capacity(seq_len: int, num_experts: int, num_experts_per_token: int, factor: float) -> int:
     """Tokens of one sequence that an expert takes at most."""

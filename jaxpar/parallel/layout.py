@@ -257,6 +257,11 @@ class Layout:
         # Stages are at different layers.
         return self.present([axis for axis in MESH_AXES if axis != executor.AXIS]) if self.is_fp8 else None
 
+    def sum_over_heads(self, x: Float[Array, "B S 1 1"], num_heads: int) -> Float[Array, "B S 1 1"]:
+        """A sum over this rank's heads as one over all `num_heads`, which `tensor` cuts where it divides them."""
+        ranks = self.axis_size(tensor.AXIS)
+        return tensor.total(x) if ranks > 1 and num_heads % ranks == 0 else x
+
     def scale(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x * vector over x's last dims, the vector's gradient left unsummed over the axes that it is owed over."""
         return data.scale(x, vector[...])

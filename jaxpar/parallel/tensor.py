@@ -52,6 +52,18 @@ leave.defvjp(
 
 
 @jax.custom_vjp
+def total(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The ranks' sum, for what each does with it of its own: their gradients are addends."""
+    return lax.psum(x, AXIS)
+
+
+total.defvjp(
+    lambda x: (total.fun(x), None),
+    lambda _, cotangent: (total.fun(cotangent),),
+)
+
+
+@jax.custom_vjp
 def once(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """x, for a product that every rank computes whole: its gradient counts on one rank alone."""
     return x

@@ -1,6 +1,7 @@
 """From a config to a model on a mesh; what cannot work is said here, before anything is compiled."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         remat=Remat.parse(parallel.remat, config.model.num_units // num_parts),
         zero=parallel.zero,
         context=ContextStrategy.parse(strategy, parallel.context_order, sizes["context"], sizes["pipe"]),
-        dispatch=ExpertStrategy.on(platform, parallel.moe_dispatch, parallel.capacity_factor, parallel.capacity_order),
+        dispatch=expert_strategy(config, platform),
         grouped_kernel=_grouped_kernel(config, platform, dtypes.compute, sizes["tensor"]),
         packs_documents=config.data.pack_documents,
         attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
@@ -106,6 +107,13 @@ def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int) 
         seq_len=config.data.seq_len,
         is_in_order=num_context_ranks == 1 or config.parallel.context_order == "contiguous",
     )
+
+
+def expert_strategy(config: Config, platform: str) -> ExpertStrategy:
+    """How the config's mixtures send tokens to experts on a platform's devices."""
+    parallel = config.parallel
+    exchange: Literal["gather", "ragged"] = "ragged" if platform in ("gpu", "tpu") else "gather"
+    return ExpertStrategy(parallel.moe_dispatch, parallel.capacity_factor, parallel.capacity_order, exchange)
 
 
 def _grouped_kernel(config: Config, platform: str, dtype: jnp.dtype, num_tensor_ranks: int) -> grouped.Kernel:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.numerics import widened
@@ -17,7 +18,8 @@ from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
 from jaxpar.training.precision import LossScale, round_stochastically
 from jaxpar.training.reporting.norms import group_norms
-from models.transformer import Told, balanced
+from models.moe import figures
+from models.transformer import balanced
 
 
 @jax.tree_util.register_dataclass
@@ -47,8 +49,8 @@ class StepMetrics:
     """Valid tokens of this step."""
     norms: dict[str, tuple[Array, Array]] | None = None
     """Of each group of parameters and of its gradient, where asked for."""
-    told: Told = field(default_factory=dict)
-    """By the layers, see models.transformer."""
+    routing: dict[str, Float[Array, ""]] = field(default_factory=dict)
+    """Of mixtures of experts, see models.moe.figures."""
 
 
 def make_step(
@@ -61,6 +63,7 @@ def make_step(
         reported, grads, num_tokens = loss_and_grads(
             model, state.params, batch, whole=state.whole, scale=scale, step=state.step
         )
+        told = jax.tree.map(lambda leaf: jax.reshard(leaf, P()), reported.told) if model.layout.mesh else reported.told
         grad_norm = optax.tree.norm(grads)
         norms = None
         if log_norms:
@@ -83,7 +86,7 @@ def make_step(
             )
         whole = model.whole(params) if model.keeps_whole_weights else None
         state = TrainState(state.step + 1, params, opt_state, whole, loss_scale)
-        return state, StepMetrics(reported.loss, grad_norm, num_tokens, norms, reported.told)
+        return state, StepMetrics(reported.loss, grad_norm, num_tokens, norms, figures(model.config, told))
 
     return step
 
