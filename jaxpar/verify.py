@@ -23,7 +23,7 @@ from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.remat import Remat
-from jaxpar.planning.traffic import Traffic, TrafficSettings, pipeline_traffic, step_traffic
+from jaxpar.planning.traffic import Traffic, TrafficSettings, ideal_expert_bytes, pipeline_traffic, step_traffic
 from jaxpar.training import optimizers, setup
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
@@ -38,6 +38,7 @@ TRAFFIC_TOLERANCE = 0.01
 SCALARS_BYTES = 1024
 """What losses and norms may add to a collective that they are combined with: no formula counts them."""
 MAX_DEVICES = 32
+_EXCHANGES = ("all-to-all", "ragged-all-to-all")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ def verify(config: Config, mesh: Mapping[str, int]) -> Verdict:
             axes: {op: value for op, value in found.get(axes, {}).items() if op in expected[axes]} for axes in expected
         }
         note = "under pipe only the stages' hops are held against their formula; counts are sums over a tick's branches"
+    elif config.model.num_experts and mesh["expert"] > 1:
+        sent = sum(ops.get(op, 0) for ops in [expected.get("expert", {})] for op in _EXCHANGES)
+        ideal = ideal_expert_bytes(compiled.model, traffic_settings(compiled, mesh))
+        note = (
+            f"buffers exchanged over expert hold {sent:,} bytes, {sent / ideal:.2f} times what balanced routing sends "
+            "forward and backward"
+        )
     return Verdict(
         **numbers,
         collectives=found,
@@ -98,14 +106,17 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
         "kv_heads", model.num_kv_heads, (n for n in itertools.count(fewest) if n * group % tensor == 0)
     )
     data = _small_data(config, mesh, scale)
+    num_dense_layers = min(model.num_dense_layers, 1)
     shrunk = model.replace(
         vocab_size=512 if model.vocab_size % 256 == 0 else 500,
         embed_dim=same_cut("embed", model.embed_dim, itertools.count(32 * scale, 2)),
-        num_layers=_num_layers(config, mesh),
+        num_layers=num_dense_layers + _num_units(config, mesh) * (model.moe_every if model.num_experts else 1),
+        num_dense_layers=num_dense_layers,
         num_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
         head_dim=8 * scale,
         mlp_dim=tensor * -(-48 * scale // tensor),
+        expert_mlp_dim=tensor * -(-24 * scale // tensor),
         max_seq_len=data.seq_len,
         rope_original_seq_len=data.seq_len,
         sliding_window=None if model.sliding_window is None else data.seq_len // 3,
@@ -113,11 +124,12 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
     return dataclasses.replace(config, model=shrunk, data=data)
 
 
-def _num_layers(config: Config, mesh: Mapping[str, int]) -> int:
-    """More than one in a part of a pipeline, if the model has as many, and more than remat has in a group."""
+def _num_units(config: Config, mesh: Mapping[str, int]) -> int:
+    """Of the stack: more than one in a part of a pipeline, if the model has as many, and more than remat has in a
+    group."""
     schedule = setup.make_schedule(config, mesh["pipe"])
     parts = schedule.num_parts if schedule is not None else 1
-    per_part = config.model.num_layers // parts
+    per_part = config.model.num_units // parts
     fewest = 3 if parts == 1 else 2
     return parts * min(per_part, max(fewest, Remat.parse(config.parallel.remat, per_part).every + 1))
 
@@ -253,8 +265,17 @@ def abstract_batch(config: Config, model: Model) -> Batch:
 
 def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
     """What the strategies' formulas say that `compiled_traffic` finds."""
+    settings = traffic_settings(config, mesh)
+    schedule = setup.make_schedule(config, mesh["pipe"])
+    if schedule is None:
+        return step_traffic(config.model, settings)
+    return pipeline_traffic(config.model, settings, schedule.num_ticks * len(Program.of(schedule).hops))
+
+
+def traffic_settings(config: Config, mesh: Mapping[str, int]) -> TrafficSettings:
+    """For a step compiled for GPUs."""
     dtypes = Precision.of(config.run)
-    settings = TrafficSettings(
+    return TrafficSettings(
         mesh=mesh,
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
@@ -270,10 +291,6 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
             config.parallel.context_strategy, config.parallel.context_order, mesh["context"], mesh["pipe"]
         ),
     )
-    schedule = setup.make_schedule(config, mesh["pipe"])
-    if schedule is None:
-        return step_traffic(config.model, settings)
-    return pipeline_traffic(config.model, settings, schedule.num_ticks * len(Program.of(schedule).hops))
 
 
 def agree(found: Mapping[str, Mapping[str, Mapping[str, int]]], expected: Traffic) -> bool:
