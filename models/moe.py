@@ -145,5 +145,5 @@ def _within_groups(choice: Float[Array, "B S E"], num_groups: int, per_token: in
     grouped = choice.reshape(*choice.shape[:2], num_groups, -1)
     best = jnp.sum(lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
     chosen = lax.top_k(best, per_token)[1]
-    is_chosen = jnp.any(chosen[..., None] == jnp.arange(num_groups, dtype=chosen.dtype), axis=-2)
+    is_chosen = jnp.any(jax.nn.one_hot(chosen, num_groups, dtype=bool), axis=-2)
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(choice.shape)

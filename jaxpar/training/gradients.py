@@ -95,11 +95,12 @@ def _routing(model: Model, batch: Batch, scale: Array, step: Array) -> Routing:
     if not model.config.router_jitter:
         return Routing(shares)
     # A token draws the same wherever it lies, and in whatever microbatch.
-    rows = num_microbatches * batch_size * layout.num_parts("batch")
-    row = (jnp.arange(num_microbatches, dtype=jnp.uint32) * (rows // num_microbatches))[:, None]
-    row = row + layout.part_index("batch").astype(jnp.uint32) * batch_size + jnp.arange(batch_size, dtype=jnp.uint32)
-    token = row[:, :, None] * (seq_len * layout.num_parts("seq")) + layout.places(seq_len).astype(jnp.uint32)
-    return Routing(shares, noise.mixed(token + noise.mixed(step.astype(jnp.uint32))))
+    per_microbatch = batch_size * layout.num_parts("batch")
+    first = layout.part_index("batch") * batch_size
+    microbatch = jnp.arange(num_microbatches, dtype=jnp.int32)[:, None, None]
+    row = microbatch * per_microbatch + first + jnp.arange(batch_size, dtype=jnp.int32)[None, :, None]
+    token = row * (seq_len * layout.num_parts("seq")) + layout.places(seq_len)[None, None]
+    return Routing(shares, noise.mixed(token.astype(jnp.uint32) + noise.mixed(step.astype(jnp.uint32))))
 
 
 def differentiated(model: Model, weights: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
