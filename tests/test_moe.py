@@ -134,7 +134,7 @@ def test_capacity_keeps_the_first_or_the_best_of_each_sequence(order, num_expert
         each = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, module.gate[...]))
         each = jnp.einsum("bsef,efd->bsed", each * jnp.einsum("bsd,edf->bsef", x, module.up[...]), module.down[...])
         chosen = jnp.take_along_axis(each, ids[..., None], axis=2)
-        return jnp.sum(chosen * (weights * kept)[..., None], axis=2)
+        return jnp.sum(chosen * (weights * kept.astype(x.dtype))[..., None], axis=2)
 
     assert relative(y, by_hand(x)) < 1e-10
     assert relative(grad, jax.grad(lambda x: jnp.sum(jnp.sin(by_hand(x))))(x)) < 1e-10
