@@ -8,7 +8,6 @@ import pytest
 from jax.experimental import topologies
 from test_traffic import check, config, sizes
 
-from jaxpar.audit.hlo import read_collectives, summarize
 from jaxpar.kernels import grouped
 from jaxpar.parallel import expert
 from jaxpar.planning.traffic import ideal_expert_bytes
@@ -105,7 +104,9 @@ def compiled_for_tpus(model: ModelConfig, dispatch: str) -> str:
 def test_on_64_tpus_tokens_travel_and_experts_stay(dispatch, op):
     mixtral = MODEL.replace(num_layers=2, expert_mlp_dim=3584)
     text = compiled_for_tpus(mixtral, dispatch)
-    found = summarize(read_collectives(text, sizes(expert=8, fsdp=8)))
-    assert found["expert"][op]["bytes"] > 0
-    gathered = found["expert"].get("all-gather", {"bytes": 0})["bytes"]
-    assert gathered < 1e-3 * found["expert"][op]["bytes"]  # the counts of dropless alone
+    # The groups of `expert`, the innermost axis.
+    over_expert = re.findall(r" = (\S+) ([\w-]+)\(.*replica_groups=\{\{0,1,2,3,4,5,6,7\},", text)
+    exchanged = [kind for kind, name in over_expert if name.removesuffix("-start") == op]
+    assert len(exchanged) >= 6  # out and back, forward, again and backward
+    gathered = {kind.split("{")[0] for kind, name in over_expert if name.startswith("all-gather")}
+    assert gathered <= {"s32[8,8]"}  # dropless: how many tokens each rank has for each expert

@@ -15,7 +15,9 @@ compute dtype; forward, and the same again backward, and once more what remat re
                         n T x min(k, E / n) x D, of which only what did arrive is sent
 Balanced routing needs T x k x D x (n - 1) / n each way: `ideal_bytes`.
 Under `context` the chosen experts are gathered over it (T x k ids), for a sequence's order is that of all its ranks.
-Limits: E must be a multiple of n. Experts' products are in compute dtype, under fp8 too. `tensor` ranks dispatch the same tokens, each for its part of an expert's width.
+Limits: E must be a multiple of n. `tensor` ranks dispatch the same tokens, each for its part of an expert's width.
+Under `context` a rank's buffer has slots for all that a sequence may send, as if the others sent nothing. Experts'
+products are in compute dtype, under fp8 too.
 """
 
 import math
