@@ -180,13 +180,15 @@ class Mlp(nnx.Module):
             self.down_bias = declare(rngs, (embed,), ("vector",), constant(0.0), dtype, RESIDUAL)
 
     def __call__(self, x: Float[Array, "B S D"], layout: Layout) -> Float[Array, "B S D"]:
-        x = layout.enter_tensor(x)
+        out = layout.leave_tensor(self.addend(layout.enter_tensor(x), layout))
+        out = layout.named("mlp_out", out)
+        return layout.shift(out, self.down_bias) if self.config.mlp_bias else out
+
+    def addend(self, x: Float[Array, "B S D"], layout: Layout) -> Float[Array, "B S D"]:
+        """Of what has entered `tensor`, this rank's addend of the output, without the last bias."""
 
         def into(name: str) -> Float[Array, "B S F"]:
             hidden = layout.named("mlp_" + name, layout.project("bsd,df->bsf", x, getattr(self, name)))
             return layout.shift(hidden, getattr(self, name + "_bias")) if self.config.mlp_bias else hidden
 
-        hidden = activation(self.config, into)
-        out = layout.exit_tensor("bsf,fd->bsd", hidden, self.down)
-        out = layout.named("mlp_out", out)
-        return layout.shift(out, self.down_bias) if self.config.mlp_bias else out
+        return layout.multiply("bsf,fd->bsd", activation(self.config, into), self.down)

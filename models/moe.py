@@ -59,10 +59,9 @@ class Moe(nnx.Module):
             return multiply(activation(self.config, into), self.down)
 
         out, dropped = layout.experts(entered, weights, ids, self.config.num_experts, ffn)
-        out = layout.leave_tensor(out)
         if self.config.num_shared_experts:
-            out = out + self.shared(x, layout)
-        return out, self._told(layout.once(logits), ids, dropped, routing, layout)
+            out = out + self.shared.addend(entered, layout)
+        return layout.leave_tensor(out), self._told(layout.once(logits), ids, dropped, routing, layout)
 
     def _jittered(self, x: Float[Array, "B S D"], routing: Routing | None) -> Float[Array, "B S D"]:
         """The same noise in every layer: a token's own, by channel."""

@@ -218,7 +218,7 @@ def test_shared_experts_are_an_mlp_beside_the_routed_ones():
     alone, _ = through(moe(plain)[0], layout())(routed, inputs())
     both, _ = through(graph, layout())(state, inputs())
     assert module.shared.up[...].shape == (EMBED, 2 * 4)
-    assert relative(both, alone + module.shared(inputs(), layout())) < 1e-14
+    assert relative(both, alone + module.shared(inputs(), layout())) < 1e-12
 
 
 def test_jitter_is_noise_of_the_asked_width_in_training_alone():

@@ -58,12 +58,9 @@ def check(model: str, mesh: str, parallel: dict) -> None:
     ("model", "mesh", "parallel"),
     [
         ("moe", "expert=4,fsdp=2", {}),
-        ("moe", "data=2,expert=2,tensor=2", {"grad_accumulation": 2, "zero": 2}),
         ("moe", "fsdp=2,expert=2,context=2", {**CAPACITY, "grad_accumulation": 2}),
         ("moe", "pipe=2,expert=2,tensor=2", {**CAPACITY, "grad_accumulation": 2, "sequence_parallel": False}),
         ("deepseek", "expert=2,context=2,tensor=2", {**CAPACITY, "capacity_order": "score", "zero": 1}),
-        ("switch", "expert=2,tensor=4", {"remat": "every=2"}),
-        ("olmoe", "expert=2,tensor=4", {}),
     ],
     ids=str,
 )
@@ -81,6 +78,11 @@ TRIPLES = [f"{a}=2,{b}=2,expert=2" for a, b in itertools.combinations(("data", "
 @pytest.mark.parametrize("model", KINDS)
 def test_every_pair_and_triple(model, mesh, parallel):
     check(model, mesh, parallel | ({"grad_accumulation": 2} if "pipe" in mesh else {}))
+
+
+@pytest.mark.slow
+def test_units_of_several_layers_in_groups_of_remat():
+    check("switch", "expert=2,tensor=4", {"remat": "every=2"})
 
 
 @pytest.mark.slow

@@ -250,7 +250,11 @@ class Layout:
 
     def exit_tensor(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
         """x times a weight, row-parallel, summed over `tensor` into the residual stream."""
-        return self.leave_tensor(tensor.product(equation, x, self.gather(weight), self._fp8_axes))
+        return self.leave_tensor(self.multiply(equation, x, weight))
+
+    def multiply(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
+        """x times a weight, row-parallel: this rank's addend."""
+        return tensor.product(equation, x, self.gather(weight), self._fp8_axes)
 
     @property
     def _fp8_axes(self) -> tuple[str, ...] | None:

@@ -183,20 +183,19 @@ def _activations(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Fl
     stream = times * tokens * config.embed_dim * settings.compute_bytes
     tensor = ("tensor",)
 
-    # Into and out of each half block (and of shared experts, beside the routed) and into the loss. What is done again
-    # leaves out the last sum of what is done again together, and attention's where its result is kept.
+    # Into and out of each half block and into the loss. What is done again leaves out the last sum of what is done again
+    # together, and attention's where its result is kept.
     remat = Remat.parse(settings.remat, config.num_units)
     alone, grouped = _group_sizes(config, settings)
     dense, mixtures = _mlps_of_unit(config)
-    shared = 1 if config.num_experts and config.num_shared_experts else 0
     first = config.num_layers - config.num_units * (dense + mixtures)
-    entries = exits = 2 * config.num_layers + shared * mixtures * config.num_units
+    entries = exits = 2 * config.num_layers
     entries_again = 0 if remat.keeps_all else entries
     exits_again = 0
     if not remat.keeps_all:
         per_unit = 0 if "attention_out" in remat.saves else dense + mixtures
         per_unit += 0 if "mlp_out" in remat.saves else dense + mixtures - 1
-        exits_again = alone * per_unit + grouped * (2 * (dense + mixtures) + shared * mixtures)
+        exits_again = alone * per_unit + grouped * 2 * (dense + mixtures)
         exits_again += 0 if "attention_out" in remat.saves else first
     sums = exits + exits_again + entries + 1
     if settings.sequence_parallel:
