@@ -183,8 +183,8 @@ def _activations(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Fl
     stream = times * tokens * config.embed_dim * settings.compute_bytes
     tensor = ("tensor",)
 
-    # Into and out of each half block and into the loss. What is done again leaves out the last sum of what is done again
-    # together, and attention's where its result is kept.
+    # Into and out of each half block and into the loss. What is done again leaves out the last sum of what is done
+    # again together, and attention's where its result is kept.
     remat = Remat.parse(settings.remat, config.num_units)
     alone, grouped = _group_sizes(config, settings)
     dense, mixtures = _mlps_of_unit(config)
