@@ -174,7 +174,7 @@ def _times_on_gpu(rows, matrices, sizes, is_transposed, interpret):
                     w = triton.load(matrices_ref.at[group, pl.ds(column, wide), summed]).T
                 else:
                     w = triton.load(matrices_ref.at[group, summed, pl.ds(column, wide)])
-                return total + pl.dot(x, w).astype(accumulated)
+                return total + triton.dot(x, w).astype(accumulated)
 
             total = lax.fori_loop(0, depth // step, add, jnp.zeros((tile, wide), accumulated))
             triton.store(out_ref.at[pl.ds(first, tile), pl.ds(column, wide)], total.astype(rows.dtype), mask=inside)
@@ -206,7 +206,7 @@ def _outer_on_gpu(rows, cotangent, sizes, interpret):
             at_rows = pl.ds(at * step, step)
             x = triton.load(rows_ref.at[at_rows, pl.ds(i * deep, deep)], mask=inside, other=0.0)
             dy = triton.load(cotangent_ref.at[at_rows, pl.ds(j * wide, wide)], mask=inside, other=0.0)
-            return total + pl.dot(x.T, dy).astype(accumulated)
+            return total + triton.dot(x.T, dy).astype(accumulated)
 
         zeros = jnp.zeros((deep, wide), accumulated)
         total = lax.fori_loop(start // step, (end + step - 1) // step, add, zeros)
