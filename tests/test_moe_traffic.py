@@ -119,8 +119,8 @@ def test_temporaries_are_linear_in_a_sequences_tokens(dispatch):
     assert once < 8 * (4 * 8192 * 8) * WIDTH * 2  # of the rows that experts are given
 
 
-def compiled_for_tpus(model: ModelConfig, dispatch: str) -> str:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:8x8").devices
+def compiled_for_tpus(model: ModelConfig, topology: str, dispatch: str) -> str:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     settings = config(model, moe_dispatch=dispatch, attention="tiled")
     settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, batch_size=64))
     mesh = build_mesh("expert=8,fsdp=8", "", devices)
@@ -134,10 +134,13 @@ def compiled_for_tpus(model: ModelConfig, dispatch: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dispatch", "op"), [("capacity", "all-to-all"), ("dropless", "ragged-all-to-all")])
-def test_on_64_tpus_tokens_travel_and_experts_stay(dispatch, op):
+@pytest.mark.parametrize(
+    ("topology", "dispatch", "op"),
+    [("v5e:8x8", "capacity", "all-to-all"), ("v5p:4x4x4", "dropless", "ragged-all-to-all")],
+)
+def test_on_64_tpus_tokens_travel_and_experts_stay(topology, dispatch, op):
     mixtral = MODEL.replace(num_layers=2, expert_mlp_dim=3584)
-    text = compiled_for_tpus(mixtral, dispatch)
+    text = compiled_for_tpus(mixtral, topology, dispatch)
     # The groups of `expert`, the innermost axis.
     over_expert = re.findall(r" = (\S+) ([\w-]+)\(.*replica_groups=\{\{0,1,2,3,4,5,6,7\},", text)
     exchanged = [kind for kind, name in over_expert if name.removesuffix("-start") == op]

@@ -39,7 +39,7 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     dtypes = Precision.of(config.run)
     parallel = config.parallel
     sizes = mesh.shape if mesh is not None else {"pipe": 1, "context": 1, "tensor": 1}
-    platform = mesh.devices.flat[0].platform if mesh is not None else "cpu"
+    device = mesh.devices.flat[0] if mesh is not None else jax.devices("cpu")[0]
     schedule = make_schedule(config, sizes["pipe"])
     num_parts = schedule.num_parts if schedule is not None else 1
     strategy = parallel.context_strategy if mesh is not None else "auto"
@@ -52,8 +52,8 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         remat=Remat.parse(parallel.remat, config.model.num_units // num_parts),
         zero=parallel.zero,
         context=ContextStrategy.parse(strategy, parallel.context_order, sizes["context"], sizes["pipe"]),
-        dispatch=expert_strategy(config, platform),
-        grouped_kernel=_grouped_kernel(config, platform, dtypes.compute, sizes["tensor"]),
+        dispatch=expert_strategy(config, device.platform, device.device_kind),
+        grouped_kernel=_grouped_kernel(config, device.platform, dtypes.compute, sizes["tensor"]),
         packs_documents=config.data.pack_documents,
         attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
         is_fp8=config.run.matmul == "fp8",
@@ -109,10 +109,12 @@ def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int) 
     )
 
 
-def expert_strategy(config: Config, platform: str) -> ExpertStrategy:
+def expert_strategy(config: Config, platform: str, device_kind: str = "") -> ExpertStrategy:
     """How the config's mixtures send tokens to experts on a platform's devices."""
     parallel = config.parallel
-    exchange: Literal["gather", "ragged"] = "ragged" if platform in ("gpu", "tpu") else "gather"
+    # TPUs v5e and v6e, "lite", do not route a ragged all-to-all.
+    has_ragged = platform == "gpu" or (platform == "tpu" and "lite" not in device_kind)
+    exchange: Literal["gather", "ragged"] = "ragged" if has_ragged else "gather"
     return ExpertStrategy(parallel.moe_dispatch, parallel.capacity_factor, parallel.capacity_order, exchange)
 
 
