@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_traffic import check, config, sizes
 
 from jaxpar.audit.topology import gpu_devices
@@ -78,7 +79,8 @@ def test_compositions(mesh, model, parallel):
 
 def compiled_mixture(shape: tuple[int, int], dispatch: str, config: ModelConfig) -> jax.stages.Compiled:
     """A mixture's forward and backward pass for one H100."""
-    one = SingleDeviceSharding(gpu_devices("h100:1x1")[0])
+    mesh = build_mesh("data=1", "", gpu_devices("h100:1x1"))
+    one = NamedSharding(mesh, P())
     layout = dataclasses.replace(
         Layout.single(jnp.dtype("bfloat16")), dispatch=ExpertStrategy(dispatch), grouped_kernel="triton"
     )
@@ -91,8 +93,9 @@ def compiled_mixture(shape: tuple[int, int], dispatch: str, config: ModelConfig)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
 
     x = jax.ShapeDtypeStruct((*shape, config.embed_dim), jnp.bfloat16, sharding=one)
-    with jax.enable_x64(False):
-        return jax.jit(jax.grad(total, argnums=(0, 1))).lower(jax.tree.map(like, state), x).compile()
+    gradients = jax.shard_map(jax.grad(total, argnums=(0, 1)), in_specs=P(), out_specs=P(), check_vma=False)
+    with jax.enable_x64(False), jax.set_mesh(mesh):
+        return jax.jit(gradients).lower(jax.tree.map(like, state), x).compile()
 
 
 def test_experts_flops_on_h100s_are_those_of_the_tokens():
