@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.audit.topology import gpu_devices
 from jaxpar.kernels import grouped
@@ -56,16 +57,20 @@ def test_tiles_cover_every_row_once(sizes):
 
 
 def compiled(device: jax.Device, kernel: str, num_rows: int, num_groups: int, depth: int, columns: int):
+    # Triton's lowering asks the current mesh what it compiles for.
+    mesh = jax.sharding.Mesh([device], "x", axis_types=(AxisType.Explicit,))
+
     def like(*shape: int, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
     def function(rows, matrices, sizes, cotangent):
         out, pull = jax.vjp(lambda x, w: grouped.product(kernel, x, w, sizes), rows, matrices)
         return out, pull(cotangent)
 
     arguments = like(num_rows, depth), like(num_groups, depth, columns), like(num_groups, dtype=jnp.int32)
-    with jax.enable_x64(False):
-        return jax.jit(function).lower(*arguments, like(num_rows, columns)).compile()
+    local = jax.shard_map(function, in_specs=P(), out_specs=P(), check_vma=False)
+    with jax.enable_x64(False), jax.set_mesh(mesh):
+        return jax.jit(local).lower(*arguments, like(num_rows, columns)).compile()
 
 
 def test_on_h100s_three_kernels_do_the_work_of_the_rows_and_no_more():

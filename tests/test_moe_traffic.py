@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_traffic import check, config, sizes
 
 from jaxpar.audit.topology import gpu_devices
@@ -78,7 +79,8 @@ def test_compositions(mesh, model, parallel):
 
 def compiled_mixture(shape: tuple[int, int], dispatch: str, config: ModelConfig) -> jax.stages.Compiled:
     """A mixture's forward and backward pass for one H100."""
-    one = SingleDeviceSharding(gpu_devices("h100:1x1")[0])
+    mesh = build_mesh("data=1", "", gpu_devices("h100:1x1"))
+    one = NamedSharding(mesh, P())
     layout = dataclasses.replace(
         Layout.single(jnp.dtype("bfloat16")), dispatch=ExpertStrategy(dispatch), grouped_kernel="triton"
     )
@@ -91,8 +93,9 @@ def compiled_mixture(shape: tuple[int, int], dispatch: str, config: ModelConfig)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
 
     x = jax.ShapeDtypeStruct((*shape, config.embed_dim), jnp.bfloat16, sharding=one)
-    with jax.enable_x64(False):
-        return jax.jit(jax.grad(total, argnums=(0, 1))).lower(jax.tree.map(like, state), x).compile()
+    gradients = jax.shard_map(jax.grad(total, argnums=(0, 1)), in_specs=P(), out_specs=P(), check_vma=False)
+    with jax.enable_x64(False), jax.set_mesh(mesh):
+        return jax.jit(gradients).lower(jax.tree.map(like, state), x).compile()
 
 
 def test_experts_flops_on_h100s_are_those_of_the_tokens():
@@ -119,8 +122,8 @@ def test_temporaries_are_linear_in_a_sequences_tokens(dispatch):
     assert once < 8 * (4 * 8192 * 8) * WIDTH * 2  # of the rows that experts are given
 
 
-def compiled_for_tpus(model: ModelConfig, dispatch: str) -> str:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:8x8").devices
+def compiled_for_tpus(model: ModelConfig, topology: str, dispatch: str) -> str:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     settings = config(model, moe_dispatch=dispatch, attention="tiled")
     settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, batch_size=64))
     mesh = build_mesh("expert=8,fsdp=8", "", devices)
@@ -134,10 +137,13 @@ def compiled_for_tpus(model: ModelConfig, dispatch: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dispatch", "op"), [("capacity", "all-to-all"), ("dropless", "ragged-all-to-all")])
-def test_on_64_tpus_tokens_travel_and_experts_stay(dispatch, op):
+@pytest.mark.parametrize(
+    ("topology", "dispatch", "op"),
+    [("v5e:8x8", "capacity", "all-to-all"), ("v5p:4x4x4", "dropless", "ragged-all-to-all")],
+)
+def test_on_64_tpus_tokens_travel_and_experts_stay(topology, dispatch, op):
     mixtral = MODEL.replace(num_layers=2, expert_mlp_dim=3584)
-    text = compiled_for_tpus(mixtral, dispatch)
+    text = compiled_for_tpus(mixtral, topology, dispatch)
     # The groups of `expert`, the innermost axis.
     over_expert = re.findall(r" = (\S+) ([\w-]+)\(.*replica_groups=\{\{0,1,2,3,4,5,6,7\},", text)
     exchanged = [kind for kind, name in over_expert if name.removesuffix("-start") == op]

@@ -37,7 +37,7 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     dtypes = Precision.of(config.run)
     parallel = config.parallel
     sizes = mesh.shape if mesh is not None else {"pipe": 1, "context": 1, "tensor": 1}
-    platform = mesh.devices.flat[0].platform if mesh is not None else "cpu"
+    device = mesh.devices.flat[0] if mesh is not None else jax.devices("cpu")[0]
     schedule = pipelines.make_schedule(config, sizes["pipe"]) if mesh is not None else None
     counts = pipelines.layers_per_part(config, schedule)
     layout = Layout(
@@ -49,8 +49,8 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         remat=Remat.parse(parallel.remat, max(counts)),
         zero=parallel.zero,
         context=pipelines.context_strategy(config, sizes, schedule) if mesh is not None else ContextStrategy(),
-        dispatch=expert_strategy(config, platform),
-        grouped_kernel=_grouped_kernel(config, platform, dtypes.compute, sizes["tensor"]),
+        dispatch=expert_strategy(config, device.platform, device.device_kind),
+        grouped_kernel=_grouped_kernel(config, device.platform, dtypes.compute, sizes["tensor"]),
         packs_documents=config.data.pack_documents,
         attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
         is_fp8=config.run.matmul == "fp8",
@@ -66,10 +66,12 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     )
 
 
-def expert_strategy(config: Config, platform: str) -> ExpertStrategy:
+def expert_strategy(config: Config, platform: str, device_kind: str = "") -> ExpertStrategy:
     """How the config's mixtures send tokens to experts on a platform's devices."""
     parallel = config.parallel
-    exchange: Literal["gather", "ragged"] = "ragged" if platform in ("gpu", "tpu") else "gather"
+    # TPUs v5e and v6e, "lite", do not route a ragged all-to-all.
+    has_ragged = platform == "gpu" or (platform == "tpu" and "lite" not in device_kind)
+    exchange: Literal["gather", "ragged"] = "ragged" if has_ragged else "gather"
     return ExpertStrategy(parallel.moe_dispatch, parallel.capacity_factor, parallel.capacity_order, exchange)
 
 
