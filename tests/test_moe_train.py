@@ -18,7 +18,7 @@ def test_metrics_tell_how_tokens_are_routed(work):
     assert done.returncode == 0, done.stderr
     rows = metrics(work, "eight")
     for row in rows:
-        assert list(row) == KEYS + FIGURES
+        assert list(row)[: len(KEYS + FIGURES)] == KEYS + FIGURES
         assert 0 < row["moe_dropped_fraction"] < 1
         assert 1 < row["moe_max_load"] <= 4  # 2 of 8 experts take all
         assert 0 < row["router_entropy"] <= np.log(8)
@@ -56,5 +56,7 @@ def test_a_run_goes_on_over_other_expert_ranks(work):
 def test_what_cannot_be_routed_is_said_at_once(work, args, message):
     done = train(work, "none", "--emulate", "8", *args, settings=SETTINGS)
     assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in done.stderr
