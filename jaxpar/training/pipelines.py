@@ -48,6 +48,11 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
 
 def _check(config: Config, schedule: Schedule) -> None:
     """Raise ValueError for settings that the kind of schedule has no place for."""
+    if schedule.num_slices > 1 and config.model.num_experts:
+        raise ValueError(
+            f"--pipeline {schedule.kind} cuts sequences into slices, and a mixture of experts balances and fills its "
+            "experts by whole sequences; take another schedule"
+        )
     by_autodiff = schedule.kind in looped.KINDS
     for flag, is_set in (
         ("--spread-head", config.parallel.spread_head),
@@ -72,27 +77,31 @@ def _searched(config: Config, num_stages: int) -> Schedule:
 
 
 def layers_per_part(config: Config, schedule: Schedule | None) -> tuple[int, ...]:
-    """How many layers each part of the model has, in the model's order. Raises ValueError for what cannot be cut so."""
+    """How many layers (with `moe_every`, units of so many) each part of the model has, in the model's order. Raises
+    ValueError for what cannot be cut so."""
     if schedule is None:
-        return (config.model.num_layers,)
+        return (config.model.num_units,)
     return _layers_per_part(config, schedule.num_stages, schedule.num_chunks, schedule.placement)
 
 
 def _layers_per_part(config: Config, num_stages: int, num_chunks: int, placement: Placement) -> tuple[int, ...]:
     model, given, num_parts = config.model, config.parallel.layers_per_stage, num_stages * num_chunks
     named = f"pipe={num_stages}" + (f" x {num_chunks} chunks" if num_chunks > 1 else "")
-    if model.num_layers < num_parts:
+    num_units = model.num_units
+    if num_units < num_parts:
+        units = "" if num_units == model.num_layers else f", {num_units} units of the stack,"
         raise ValueError(
-            f"--model.num-layers {model.num_layers} is too few for {named}; each part needs a layer: take {num_parts} "
-            "or more"
+            f"--model.num-layers {model.num_layers}{units} is too few for {named}; each part needs a layer: take "
+            f"{num_parts * (model.moe_every if model.num_experts else 1)} or more"
         )
     if given:
-        return _parse_layers(given, model.num_layers, num_parts, named)
-    if model.num_layers % num_parts == 0:
-        return (model.num_layers // num_parts,) * num_parts
+        return _parse_layers(given, num_units, num_parts, named)
+    if num_units % num_parts == 0:
+        return (num_units // num_parts,) * num_parts
     work = part_work(model, config.data.seq_len)
-    times = [work.layer] * model.num_layers
-    return partition_among_stages(times, num_stages, num_chunks, placement, work.embedding, work.head)
+    return partition_among_stages(
+        [work.layer] * num_units, num_stages, num_chunks, placement, work.embedding, work.head
+    )
 
 
 def _parse_layers(text: str, num_layers: int, num_parts: int, named: str) -> tuple[int, ...]:
