@@ -93,7 +93,9 @@ class _Parameter:
 
 def step_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
     """The traffic of one step over data, pipe, fsdp, expert, context and tensor."""
-    return _total((*_weights(config, settings), *_streams(config, settings)), settings)
+    experts = _experts(config, settings) if config.num_experts else ()
+    flows = *_weights(config, settings), *_activations(config, settings), *_context(config, settings), *experts
+    return _total(flows, settings)
 
 
 def weight_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
@@ -102,8 +104,8 @@ def weight_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
 
 
 def activation_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
-    """The part of step_traffic that moves activations and their gradients."""
-    return _total(_streams(config, settings), settings)
+    """The part of step_traffic that moves activations and their gradients, but between experts."""
+    return _total((*_activations(config, settings), *_context(config, settings)), settings)
 
 
 def _total(flows: Iterable["_Flow"], settings: TrafficSettings) -> Traffic:
@@ -120,13 +122,6 @@ def _total(flows: Iterable["_Flow"], settings: TrafficSettings) -> Traffic:
 
 _Axes = Sequence[str] | frozenset[str]
 _Flow = tuple[_Axes, str, int]
-
-
-def _streams(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
-    yield from _activations(config, settings)
-    yield from _context(config, settings)
-    if config.num_experts:
-        yield from _experts(config, settings)
 
 
 def _weights(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
