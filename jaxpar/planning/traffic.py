@@ -8,7 +8,7 @@ Scalars (losses, norms) are left out.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpar.kernels.attention import RESULT
@@ -64,8 +64,22 @@ class _Parameter:
 
 def step_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
     """The traffic of one step of dense training over data, fsdp, expert (as a batch axis) and tensor."""
-    total: Counter[tuple[tuple[str, ...], str]] = Counter()
     flows = *_weights(config, settings), *_activations(config, settings), *_context(config, settings)
+    return _total(flows, settings)
+
+
+def weight_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
+    """The part of step_traffic that moves weights and their gradients."""
+    return _total(_weights(config, settings), settings)
+
+
+def activation_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
+    """The part of step_traffic that moves activations and their gradients."""
+    return _total((*_activations(config, settings), *_context(config, settings)), settings)
+
+
+def _total(flows: Iterable["_Flow"], settings: TrafficSettings) -> Traffic:
+    total: Counter[tuple[tuple[str, ...], str]] = Counter()
     for axes, op, num_bytes in flows:
         axes = tuple(axis for axis in settings.mesh if axis in axes and settings.mesh[axis] > 1)
         if axes and num_bytes:
