@@ -107,7 +107,8 @@ class ParallelConfig:
     layers' inputs in the host's memory)."""
     context_strategy: Annotated[str, _alias("context-strategy")] = "auto"
     """How attention sees across the parts of a sequence cut over `context`: ring, ulysses, allgather, or hybrid=RxU, a
-    ring of R groups of U that exchange tokens for heads; auto: ring, under `pipe` allgather."""
+    ring of R groups of U that exchange tokens for heads; auto: ring, under a schedule of `pipe` that branches (all but
+    gpipe and looped-bfs) allgather."""
     context_order: Annotated[Literal["zigzag", "contiguous", "striped"], _alias("context-order")] = "zigzag"
     """How the sequence lies over `context`; zigzag and striped give every rank equal causal work."""
     attention: Annotated[Literal["auto", "tiled", "cudnn", "splash"], _alias("attention")] = "auto"
@@ -117,14 +118,16 @@ class ParallelConfig:
     """Microbatches per step, the pipeline's under `pipe`; gradients are summed over `data` once, after the last."""
     pipeline: Annotated[str, _alias("pipeline")] = "1f1b"
     """Schedule of the microbatches through the stages of `pipe`: gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2; with chunks
-    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v; auto: searched for, by the stages' modelled times; asynchronous, a
-    step's microbatches changing the weights one after another, pipedream (each) and pipedream-2bw (by at least as many
-    as stages). `jaxpar schedule` draws them."""
+    interleaved-1f1b, looped-bfs, zb-v, dualpipe-v; with slices terapipe; auto: searched for, by the stages' modelled
+    times; asynchronous, a step's microbatches changing the weights one after another, pipedream (each) and
+    pipedream-2bw (by at least as many as stages). `jaxpar schedule` draws them."""
     pipeline_memory_limit: Annotated[float | None, _alias("pipeline-memory-limit")] = None
     """Of --pipeline auto, per stage: activations of one microbatch in one stage, 1 or more; none: as many as it
     takes."""
     chunks: Annotated[int, _alias("chunks")] = 1
     """Parts of the model that a stage of `pipe` holds."""
+    slices: Annotated[int, _alias("slices")] = 1
+    """Token slices that terapipe cuts each sequence into, later ones shorter, since they attend to more."""
     layers_per_stage: Annotated[str, _alias("layers-per-stage")] = ""
     """Layers of each part of the model, stages x chunks of them, in the model's order: `7,8,8,7`. Empty: as many in
     each, and where that cannot be the cut whose slowest stage is fastest (`jaxpar partition`)."""
@@ -210,6 +213,7 @@ class Config:
             ("--steps", self.run.steps, 1, None),
             ("--grad-accumulation", self.parallel.grad_accumulation, 1, None),
             ("--chunks", self.parallel.chunks, 1, None),
+            ("--slices", self.parallel.slices, 1, None),
             ("--emulate", self.run.emulate, 0, MAX_EMULATED),
             ("--seed", self.run.seed, 0, 2**32 - 1),
             ("--checkpoint-every", self.run.checkpoint_every, 0, None),

@@ -20,13 +20,13 @@ from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig, OptimizerConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
-from jaxpar.parallel.context import ContextStrategy
+from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.parallel.pipeline.stack import slots_of
 from jaxpar.parallel.remat import Remat
 from jaxpar.planning.traffic import Traffic, TrafficSettings, pipeline_traffic, step_traffic
-from jaxpar.training import optimizers, setup
+from jaxpar.training import optimizers, pipelines, setup
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
@@ -126,7 +126,7 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
 def _layers_per_part(config: Config, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """As unequal as the config's: more than one in the largest part, if it has as many, and more than remat has in a
     group."""
-    counts = setup.layers_per_part(config, setup.make_schedule(config, mesh["pipe"]))
+    counts = pipelines.layers_per_part(config, pipelines.make_schedule(config, mesh["pipe"]))
     fewest = max(3 if len(counts) == 1 else 2, Remat.parse(config.parallel.remat, max(counts)).every + 1)
     fewer = min(max(0, max(counts) - fewest), min(counts) - 1)
     return tuple(count - fewer for count in counts)
@@ -263,7 +263,7 @@ def abstract_batch(config: Config, model: Model) -> Batch:
 
 def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
     """What the strategies' formulas say that `compiled_traffic` finds."""
-    dtypes = Precision.of(config.run)
+    dtypes, schedule = Precision.of(config.run), pipelines.make_schedule(config, mesh["pipe"])
     settings = TrafficSettings(
         mesh=mesh,
         batch_size=config.data.batch_size,
@@ -272,17 +272,18 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
         compute_bytes=dtypes.compute.itemsize,
         reduce_bytes=dtypes.reduce.itemsize,
         sequence_parallel=config.parallel.sequence_parallel,
-        reshard_after_forward=setup.reshards(config.parallel.reshard_after_forward, mesh["pipe"]),
+        reshard_after_forward=pipelines.reshards(config.parallel.reshard_after_forward, mesh["pipe"]),
         remat=config.parallel.remat,
         zero=config.parallel.zero,
-        context=ContextStrategy.parse(
-            config.parallel.context_strategy, config.parallel.context_order, mesh["context"], mesh["pipe"]
-        ),
+        context=pipelines.context_strategy(config, mesh, schedule),
     )
-    schedule = setup.make_schedule(config, mesh["pipe"])
     if schedule is None:
         return step_traffic(config.model, settings)
-    return pipeline_traffic(config.model, settings, schedule.num_ticks * len(Program.of(schedule).hops))
+    if lengths := pipelines.slice_lengths(config, mesh, schedule):
+        settings = dataclasses.replace(settings, seq_len=max(lengths))
+    is_looped = schedule.kind in looped.KINDS
+    hops = 2 * looped.num_ticks(schedule) if is_looped else schedule.num_ticks * len(Program.of(schedule).hops)
+    return pipeline_traffic(config.model, settings, hops)
 
 
 def agree(found: Mapping[str, Mapping[str, Mapping[str, int]]], expected: Traffic) -> bool:

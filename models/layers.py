@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxpar.kernels.attention import Cache
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.numerics import widened
 from jaxpar.parallel.layout import Layout
@@ -14,6 +15,7 @@ from models.config import ModelConfig
 from models.parameters import constant, declare, normal
 
 RESIDUAL = ("batch", "residual_seq")
+KeysValues = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
 
 
 class Norm(nnx.Module):
@@ -111,8 +113,14 @@ class Attention(nnx.Module):
             self.out_bias = declare(rngs, (embed,), ("vector",), constant(0.0), dtype, RESIDUAL)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rope: Rope | None, tokens: Tokens, layout: Layout
-    ) -> Float[Array, "B S D"]:
+        self,
+        x: Float[Array, "B S D"],
+        rope: Rope | None,
+        tokens: Tokens,
+        layout: Layout,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B S D"], KeysValues]:
+        """(attention of x to itself and to what is in the cache, the keys and values of x)"""
         config = self.config
         x = layout.enter_tensor(x)
 
@@ -128,10 +136,10 @@ class Attention(nnx.Module):
         if rope is not None:
             q, k = rope(q), rope(k)
         mask = AttentionMask(causal=True, window=config.sliding_window)
-        attended = layout.attention(q, k, v, tokens, mask, config.head_dim**-0.5, config.num_kv_heads)
+        attended = layout.attention(q, k, v, tokens, mask, config.head_dim**-0.5, config.num_kv_heads, cache)
         out = layout.exit_tensor("bshk,hkd->bsd", attended, self.out)
         out = layout.named("attention_out", out)
-        return layout.shift(out, self.out_bias) if config.attention_output_bias else out
+        return layout.shift(out, self.out_bias) if config.attention_output_bias else out, (k, v)
 
 
 class Mlp(nnx.Module):
@@ -170,7 +178,7 @@ class Mlp(nnx.Module):
 
 class Block(nnx.Module):
     """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)). Beside x it gives what a layer tells of itself, by
-    name."""
+    name, and x's keys and values, which in a cache stand for x when later tokens come."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.attention_norm = Norm(config, config.embed_dim, RESIDUAL, rngs, dtype)
@@ -179,8 +187,14 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs, dtype)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rope: Rope | None, tokens: Tokens, layout: Layout
-    ) -> tuple[Float[Array, "B S D"], dict[str, Array]]:
+        self,
+        x: Float[Array, "B S D"],
+        rope: Rope | None,
+        tokens: Tokens,
+        layout: Layout,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B S D"], dict[str, Array], KeysValues]:
         x = layout.named("block_input", x)
-        x = x + self.attention(self.attention_norm(x, layout), rope, tokens, layout)
-        return x + self.mlp(self.mlp_norm(x, layout), layout), {}
+        attended, made = self.attention(self.attention_norm(x, layout), rope, tokens, layout, cache)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x, layout), layout), {}, made

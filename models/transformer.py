@@ -1,5 +1,6 @@
 """The decoder: embedding, a stack of blocks, head. Single-device Flax but for the `Layout` that it is called with."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -9,12 +10,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxpar.kernels.attention import Cache
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.vocab import Objective
 from models.config import ModelConfig
-from models.layers import RESIDUAL, Block, Norm, Rope
+from models.layers import RESIDUAL, Block, KeysValues, Norm, Rope
 from models.parameters import Initializer, declare, normal
 
 Told = dict[str, Array]
@@ -101,10 +103,35 @@ class Transformer(nnx.Module):
         self, blocks: PyTree, x: Float[Array, "B S D"], batch: Batch, layout: Layout, part: Int[Array, ""] | None = None
     ) -> tuple[Float[Array, "B S D"], Told]:
         """Through some of the blocks, which are given as their parameters, stacked; under `pipe`, of a part."""
-        rope = None if self._has_learned_positions else Rope.at(self.config, batch.positions, x.dtype)
-        tokens = layout.sequence(batch)
-        graph = nnx.graphdef(self.blocks)
-        return layout.layers(lambda params, x: nnx.merge(graph, params)(x, rope, tokens, layout), blocks, x, part)
+        block = self._block(batch, layout)
+        return layout.layers(lambda params, x: block(params, x, None)[:2], blocks, x, part)
+
+    def stack_after(
+        self,
+        blocks: PyTree,
+        x: Float[Array, "B S D"],
+        before: KeysValues | None,
+        batch: Batch,
+        earlier: Batch,
+        layout: Layout,
+        part: Int[Array, ""],
+    ) -> tuple[Float[Array, "B S D"], Told, KeysValues]:
+        """As `stack`, of tokens of `batch` that come after those of `earlier` in the same sequences, whose keys and
+        values are `before`, if there are any; and those of `batch`, both with a leading layers dim."""
+        block, tokens = self._block(batch, layout), layout.sequence(earlier)
+
+        def after(each: tuple[PyTree, KeysValues | None], x: Array) -> tuple[Array, tuple[Told, KeysValues]]:
+            params, before = each
+            x, *beside = block(params, x, Cache(*before, tokens) if before is not None else None)
+            return x, tuple(beside)
+
+        x, (told, made) = layout.layers(after, (blocks, before), x, part)
+        return x, told, made
+
+    def _block(self, batch: Batch, layout: Layout) -> Callable[[PyTree, Array, Cache | None], tuple]:
+        rope = None if self._has_learned_positions else Rope.at(self.config, batch.positions, layout.compute_dtype)
+        tokens, graph = layout.sequence(batch), nnx.graphdef(self.blocks)
+        return lambda params, x, cache: nnx.merge(graph, params)(x, rope, tokens, layout, cache)
 
     def head_loss(
         self, x: Float[Array, "B S D"], batch: Batch, layout: Layout, objective: Objective

@@ -142,8 +142,9 @@ def test_bad_files(tmp_path, text, message):
         ),
         ("context=4", ["--context-strategy", "star"], "it must be one of ring, ulysses, allgather, auto or hybrid=RxU"),
         ("data=1", ["--attention", "splash"], "--attention splash: it does not run on cpu"),
-        ("pipe=3", [], "--model.num-layers 4 is not divisible by pipe=3; the nearest that is: 3 or 6"),
-        ("pipe=2", ["--pipeline", "terapipe"], "--pipeline terapipe can be drawn and simulated, but not run yet"),
+        ("pipe=5", [], "--model.num-layers 4 is too few for pipe=5; each part needs a layer: take 5 or more"),
+        ("pipe=2", ["--pipeline", "gpipe", "--spread-head"], "--spread-head does not go with --pipeline gpipe"),
+        ("pipe=2", ["--pipeline", "terapipe", "--chunks", "2"], "terapipe"),
         ("pipe=2,context=2", ["--context-strategy", "ring"], "ring"),
     ],
 )

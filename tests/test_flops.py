@@ -11,6 +11,7 @@ from jaxpar.planning.flops import (
     mfu,
     step_flops,
 )
+from jaxpar.planning.pipeline import PassFlops, pass_flops, slice_flops
 from models.config import ModelConfig
 from models.count import num_parameters, parameter_counts
 from models.presets import preset
@@ -170,3 +171,36 @@ def test_causal_is_half_of_full_where_no_window_cuts(seq_len):
 def test_unknown_remat():
     with pytest.raises(ValueError, match="--remat selective: it must be one of none, full, "):
         step_flops(preset("tiny"), 1, 64, "selective")
+
+
+def test_the_three_passes_of_a_pipeline():
+    """Zero Bubble's table 1 (arXiv 2401.10241): s h (24 h + 4 s), s h (24 h + 8 s), 24 s h^2 of a layer."""
+    s, h = 1024, 4096
+    got = pass_flops(gpt(1, h, 32), s)
+    assert got == PassFlops(24 * h**2 + 4 * s * h, 24 * h**2 + 8 * s * h, 24 * h**2)
+    assert got.forward + got.backward + got.weight == 3 * got.forward
+
+
+# TeraPipe (arXiv 2102.07988), GPT3-13B on 320 GPUs: sequence length, sequences, seconds, teraFLOP/s a GPU as printed.
+# The rows of long sequences were printed as if they had 2,048 tokens.
+TERAPIPE = [
+    (2048, 32, 1.863, 8.5792),
+    (2048, 32, 1.328, 12.0354),
+    (4096, 8, 0.913, 4.3765),
+    (6144, 4, 0.756, 2.6427),
+    (8192, 2, 0.636, 1.5707),
+]
+
+
+@pytest.mark.parametrize(("seq_len", "batch", "seconds", "printed"), TERAPIPE)
+def test_throughput_of_token_slices(seq_len, batch, seconds, printed):
+    """Causal attention, without the head; the slices of a sequence are its whole work."""
+    model = gpt(40, 5120, 40)
+
+    def achieved(seq_len: int) -> float:
+        quarter = seq_len // 4
+        work = sum(slice_flops(model, quarter, before) for before in range(0, seq_len, quarter))
+        return 3 * batch * work / seconds / 320 / 1e12
+
+    assert achieved(2048) == pytest.approx(printed, rel=0.01)
+    assert achieved(seq_len) / printed == pytest.approx(seq_len / 2048, rel=0.12)

@@ -140,6 +140,10 @@ def test_token_slices_against_brute_force():
         got = token_slices(time, tokens, stages, microbatches)
         assert sum(got) == tokens
         assert total(got) == pytest.approx(min(map(total, options)))
+        count = int(rng.integers(1, tokens + 1))
+        got = token_slices(time, tokens, stages, microbatches, num_slices=count)
+        assert (sum(got), len(got)) == (tokens, count)
+        assert total(got) == pytest.approx(min(map(total, compositions(tokens, count))))
 
 
 def test_token_slices_of_a_model():
@@ -172,6 +176,8 @@ def test_bad_cuts(capsys):
         partition([1.0, 0.0], 2)
     with pytest.raises(ValueError, match="granularity 3 does not divide the sequence's 8 tokens"):
         token_slices(lambda length, before: 1.0, 8, 2, granularity=3)
+    with pytest.raises(ValueError, match="8 tokens cannot be cut into 5 slices of a multiple of 2; take 1 to 4"):
+        token_slices(lambda length, before: 1.0, 8, 2, granularity=2, num_slices=5)
     for flags, message in (
         ("--stages 3 --chunks 2", "4 layers cannot be cut into 6 parts"),
         ("--stages 0", "--stages 0 --chunks 1: no parts; take at least 1 of each"),

@@ -21,12 +21,12 @@ from jaxpar.parallel.pipeline.kinds import make
 from jaxpar.parallel.pipeline.simulate import simulate
 from jaxpar.parallel.pipeline.stack import EMPTY, layer_order, slots_of
 from jaxpar.parallel.remat import FULL, Remat
-from jaxpar.training import optimizers, setup
+from jaxpar.training import optimizers, pipelines, setup
 from jaxpar.training.checkpoints import canonical
 from jaxpar.training.checkpoints.checkpoint import Checkpoints
 from jaxpar.training.precision import round_stochastically
 from jaxpar.training.reporting.norms import group_norms
-from jaxpar.training.step import init_state, make_step
+from jaxpar.training.step import TrainState, init_state, make_step
 from jaxpar.verify import true_sizes
 from meshes import build_mesh, parse_mesh
 from models.presets import preset
@@ -47,7 +47,7 @@ def made(asked: Config, on_mesh: bool = True):
 
 
 def counts(config: Config, num_stages: int) -> tuple[int, ...]:
-    return setup.layers_per_part(config, setup.make_schedule(config, num_stages))
+    return pipelines.layers_per_part(config, pipelines.make_schedule(config, num_stages))
 
 
 def test_how_many_layers_each_part_has():
@@ -89,11 +89,11 @@ def test_auto_goes_by_the_stages_own_times():
     assert isinstance(work.forward, list)
     assert work.forward[2] > work.forward[1] == work.forward[0] > 0
     assert work.backward[0] > work.backward[1] == work.backward[2] > work.weight[1]
-    found = simulate(setup.make_schedule(asked, 3), work)
+    found = simulate(pipelines.make_schedule(asked, 3), work)
     known = [simulate(make(kind, 3, 8), work).cost for kind in ("1f1b", "gpipe", "zb-h1", "zb-h2")]
     assert found.cost <= min(known)
     limited = dataclasses.replace(asked.parallel, pipeline_memory_limit=2.0)
-    tight = simulate(setup.make_schedule(dataclasses.replace(asked, parallel=limited), 3), work)
+    tight = simulate(pipelines.make_schedule(dataclasses.replace(asked, parallel=limited), 3), work)
     assert max(tight.peak_memory) <= 2 < max(found.peak_memory)
 
 
@@ -152,8 +152,8 @@ def test_no_optimizer_sees_empty_slots(name):
         mesh, model, tx = made(asked, on_mesh)
         order = model.layout.layer_order(5)
         with jax.set_mesh(mesh) if mesh is not None else jax.default_device(jax.devices()[0]):
-            state = init_state(model, tx, seed=0)
-            params, opt_state = state.params, state.opt_state
+            params = model.init(0)
+            opt_state = jax.jit(tx.init)(params)
 
             def gradient(param, names, order=order):
                 """Of each element's own, by its layer; zero where there is none."""
@@ -179,7 +179,7 @@ def test_no_optimizer_sees_empty_slots(name):
             assert all(np.abs(moved[path] - start[path]).max() > 1e-5 for path in start)
             outcomes.append((moved, averaged, norms))
         if on_mesh:
-            held = canonical.flat(dataclasses.replace(state, params=params, opt_state=opt_state))
+            held = canonical.flat(TrainState(jnp.int32(4), params, opt_state))
             forms = canonical.forms(model, tx)
             stacked = {path: np.asarray(held[path]) for path, form in forms.items() if form.order is not None}
             assert len(stacked) >= 2 * 9  # parameters and their moments

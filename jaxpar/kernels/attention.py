@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -21,6 +22,24 @@ _OF_PLATFORM: dict[str, Kernel] = {"gpu": "cudnn", "tpu": "splash"}
 
 RESULT = "attention"
 """The name, for remat policies, of the output with the floats that spare its recomputation."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values that were made before, and what masks need to know of their tokens. A place that holds nothing
+    has a segment of its own."""
+
+    k: Float[Array, "B P G K"]
+    v: Float[Array, "B P G K"]
+    tokens: Tokens
+
+    def before(
+        self, k: Float[Array, "B S G K"], v: Float[Array, "B S G K"], tokens: Tokens
+    ) -> tuple[Float[Array, "B P+S G K"], Float[Array, "B P+S G K"], Tokens]:
+        """Those, then these."""
+        pairs = (self.k, self.v, self.tokens), (k, v, tokens)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *pairs)
 
 
 def choose(

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.kernels import attention as on_one_device
-from jaxpar.kernels.attention import Kernel
+from jaxpar.kernels.attention import Cache, Kernel
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.parallel import context, data, fsdp, layers, tensor, vocab, zero
 from jaxpar.parallel.axes import (
@@ -87,6 +87,8 @@ class Layout:
     """Whether embedding and head are the work of all stages together, each with its part of the vocabulary."""
     gathered_over: frozenset[str] = frozenset()
     """Axes over which weights were made whole before the step's first microbatch (by `before_stages`)."""
+    slices: tuple[int, ...] = ()
+    """The lengths of the schedule's token slices, where it has some."""
 
     @classmethod
     def single(cls, dtype: jnp.dtype, remat: Remat = NONE) -> "Layout":
@@ -287,18 +289,23 @@ class Layout:
         mask: AttentionMask,
         scale: float,
         num_kv_heads: int,
+        cache: Cache | None = None,
     ) -> Float[Array, "B S H K"]:
-        """Attention over the whole sequence, of which `sequence` gives the tokens.
+        """Attention over the whole sequence, of which `sequence` gives the tokens; with a cache, whose tokens are not
+        cut over `context`, over what is in it too.
 
         Kv heads that `tensor` does not divide are whole on every rank, which takes its own of them, repeated to
         lcm(G, tensor): free forward, one all-reduce over `tensor` of dK and dV (B x S x G x K each) backward.
         """
+        k, v, k_tokens = cache.before(k, v, tokens) if cache is not None else (k, v, tokens)
         if self.mesh is None:
-            return on_one_device.attention(q, k, v, tokens, tokens, mask, scale)
+            return on_one_device.attention(q, k, v, tokens, k_tokens, mask, scale)
         ranks = self.axis_size(tensor.AXIS)
         if num_kv_heads % ranks:
             per_rank = math.lcm(num_kv_heads, ranks) // ranks
             k, v = (tensor.own_heads(x, num_kv_heads, per_rank) for x in (k, v))
+        if cache is not None:
+            return on_one_device.attention(q, k, v, tokens, k_tokens, mask, scale)
         sizes = dict(self.mesh.shape)
         out, _ = context.attention(
             self.context, sizes, self.attention_kernel, self.packs_documents, mask, scale, q, k, v, tokens

@@ -34,6 +34,28 @@ def part_work(config: ModelConfig, seq_len: int) -> PartWork:
     )
 
 
+@dataclass(frozen=True)
+class PassFlops:
+    """FLOPs per token of all layers, in a pipeline's three passes."""
+
+    forward: float
+    backward: float
+    """Of the inputs' gradients alone (B)."""
+    weight: float
+    """Of the weights' gradients alone (W)."""
+
+
+def pass_flops(config: ModelConfig, seq_len: int) -> PassFlops:
+    """What a product costs in each pass: one of weights as much in all three, attention's, of two inputs, none in W and
+    twice the forward pass's in B. Attention in full.
+
+    Source: Zero Bubble Pipeline Parallelism (arXiv 2401.10241), table 1: for sequences of s, per sequence and layer,
+    s h (24 h + 4 s), s h (24 h + 8 s) and 24 s h^2.
+    """
+    weights, attention = layers_matmul_flops_per_token(config), attention_flops_per_token(config, seq_len, causal=False)
+    return PassFlops(weights + attention, weights + 2 * attention, weights)
+
+
 def stage_times(config: ModelConfig, seq_len: int, layers_per_stage: Sequence[int], remat: Remat) -> Times:
     """Times of F, B and W, in FLOPs per token, of stages of one chunk: attention's products have no weights, so their
     backward pass is B's alone, as is what remat does again. The last stage's F has the head, both passes of it, as it

@@ -38,9 +38,9 @@ class Recipe:
 
 def recipe(num_parameters: float, num_devices: int, seq_len: int) -> Recipe:
     """The recipe for a model on so many devices. ValueError for sizes below 1."""
-    for name, size in (("parameters", num_parameters), ("devices", num_devices), ("tokens a sequence", seq_len)):
-        if not size >= 1:
-            raise ValueError(f"{size:g} {name}: take at least 1")
+    for name, number in (("parameters", num_parameters), ("devices", num_devices), ("tokens a sequence", seq_len)):
+        if not number >= 1:
+            raise ValueError(f"{number:g} {name}: take at least 1")
     devices, size = f"{num_devices:,} devices", _size(num_parameters)
     if num_devices <= MAX_DATA_DEVICES and num_parameters <= MAX_DATA_PARAMETERS and seq_len <= MAX_SEQ_LEN:
         reason = f"{size} on each of {devices}: all fits without splitting it, and gradients are all that is sent"

@@ -3,7 +3,6 @@
 Everything after this file (gradients, optimizers, checkpoints) sees nested dicts of arrays.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +20,7 @@ from jaxpar.numerics import widened
 from jaxpar.parallel import zero
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.pipeline import executor
+from jaxpar.parallel.pipeline import executor, looped, slices
 from jaxpar.parallel.vocab import Objective
 from models.config import ModelConfig
 from models.transformer import Reported, Told, Transformer, auxiliary_loss
@@ -131,28 +130,32 @@ class Model:
         """(what is reported, gradients) of a step's microbatches [M, B, S] by the layout's schedule; in its region. For
         `fill` see executor.run."""
         layout = self.layout.in_stages()
-        assert layout.schedule is not None
+        schedule = layout.schedule
+        assert schedule is not None
         before = jax.tree.map(
             lambda _, spec, names: layout.cuts_before_stages(spec, names), params, self.computed_specs, self.names
         )
         params = jax.tree.map(layout.before_stages, params, before, self.names)
         blocks = params["blocks"]
         ends = {name: tree for name, tree in params.items() if name != "blocks"}
-        specs = jax.tree.leaves(self.computed_specs["blocks"], is_leaf=_is_spec)
-        cuts = [layout.cuts_in_stages(spec) for spec in specs]
-        functions = dataclasses.replace(
-            self.pieces(params, layout),
-            summed=lambda grads: {number: layout.summed(grad, cuts[number]) for number, grad in grads.items()},
-            are_ends_spread=layout.spreads_head,
-        )
-        loss, told, by_ends, by_blocks = executor.run(
-            layout.schedule, functions, ends, blocks, batch, keeps_residuals=layout.keeps_residuals, fill=fill
-        )
+        pieces = self.pieces(params, layout)
+        if layout.slices:
+            sliced = slices.Functions(pieces.embed, self._slice_of_stage(params, layout), pieces.head)
+            outcome = slices.run(schedule, layout.slices, sliced, ends, blocks, batch, fill)
+        elif schedule.kind in looped.KINDS:
+            outcome = looped.run(schedule, pieces, ends, blocks, batch, fill)
+        else:
+            outcome = executor.run(
+                schedule, pieces, ends, blocks, batch, keeps_residuals=layout.keeps_residuals, fill=fill
+            )
+        loss, told, by_ends, by_blocks = outcome
         grads = jax.tree.map(layout.summed, {**by_ends, "blocks": by_blocks}, before)
         return Reported(loss, told), grads
 
     def pieces(self, params: PyTree, layout: Layout) -> executor.Functions:
         """The model as a pipeline takes it; of `params` the values do not count where a piece is given its own."""
+        specs = jax.tree.leaves(self.computed_specs["blocks"], is_leaf=_is_spec)
+        cuts = [layout.cuts_in_stages(spec) for spec in specs]
 
         def module(own: PyTree) -> Transformer:
             return self._module({**params, **own})
@@ -169,7 +172,21 @@ class Model:
             stage=stage,
             head=lambda ends, x, microbatch: module(ends).head_loss(x, microbatch, layout, self.objective),
             are_weights=jax.tree.map(is_weight, params["blocks"], self.names["blocks"]),
+            summed=lambda grads: {number: layout.summed(grad, cuts[number]) for number, grad in grads.items()},
+            are_ends_spread=layout.spreads_head,
         )
+
+    def _slice_of_stage(self, params: PyTree, layout: Layout) -> Callable[..., tuple[Array, PyTree, Array, Told]]:
+        """See slices.Functions."""
+
+        def stage(
+            blocks: PyTree, x: Array, before: PyTree, microbatch: Batch, earlier: Batch, part: Int[Array, ""]
+        ) -> tuple[Array, PyTree, Array, Told]:
+            module = self._module(params)
+            x, told, made = module.stack_after(nnx.State(blocks), x, before, microbatch, earlier, layout, part)
+            return x, made, auxiliary_loss(told, widened(x.dtype)), told
+
+        return stage
 
     def logits_at(self, params: PyTree, batch: Batch, place: Int[Array, ""]) -> Float[Array, "B V"]:
         """Of arrays on the mesh [B, S]."""

@@ -26,18 +26,20 @@ class ContextStrategy:
     """Most queries, and most keys, of a tile."""
 
     @classmethod
-    def parse(cls, text: str, order: Order, ranks: int, num_stages: int = 1) -> "ContextStrategy":
+    def parse(cls, text: str, order: Order, ranks: int, branches: bool = False) -> "ContextStrategy":
         """`auto`, `ring`, `ulysses`, `allgather` or `hybrid=RxU` with R x U = ranks. Raises ValueError.
 
-        Under `pipe` nothing may be sent around a ring, see pipeline/executor.py: auto is allgather there.
+        `branches`: whether the stages of `pipe` are at different branches of a schedule. Nothing may be sent around a
+        ring then, see pipeline/executor.py: auto is allgather.
         """
         if text == "auto":
-            text = "ring" if num_stages == 1 else "allgather"
+            text = "allgather" if branches else "ring"
         kind, _, factors = text.partition("=")
-        if num_stages > 1 and ranks > 1 and kind in ("ring", "hybrid"):
+        if branches and ranks > 1 and kind in ("ring", "hybrid"):
             raise ValueError(
-                f"--context-strategy {text} sends around a ring, which cannot be done while the stages of "
-                f"pipe={num_stages} are at different branches; take allgather or ulysses"
+                f"--context-strategy {text} sends around a ring, which cannot be done while the stages of `pipe` are "
+                "at different branches; take allgather or ulysses, or --pipeline gpipe or looped-bfs, which do not "
+                "branch where all parts have as many layers"
             )
         if kind == "hybrid":
             r, _, u = factors.partition("x")

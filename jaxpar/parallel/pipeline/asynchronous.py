@@ -34,7 +34,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar.numerics import widened
-from jaxpar.parallel.pipeline.executor import AXIS, Functions, _add, _at, _put, _when
+from jaxpar.parallel.pipeline import trees
+from jaxpar.parallel.pipeline.executor import AXIS, Functions
 from jaxpar.parallel.pipeline.program import Program, Table
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
@@ -130,7 +131,7 @@ def run(
     """
     program, versions = Program.of(schedule), Versions.of(schedule)
     stage = lax.axis_index(AXIS)
-    one = _at(batch, 0)
+    one = trees.at(batch, 0)
     activation = jax.eval_shape(functions.embed, weights.first, microbatch=one)
     reported = jax.eval_shape(functions.head, weights.last, activation, microbatch=one)[1]
     told = jax.eval_shape(functions.stage, weights.layers, activation, microbatch=one, part=0)[2]
@@ -148,13 +149,13 @@ def run(
     def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
         buffers, (loss, told, parts) = carry
         row = jax.tree.map(lambda column: column[stage], rows)
-        x, dy = (_at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
-        microbatch, share = _at((batch, shares), row["microbatch"])
+        x, dy = (trees.at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
+        microbatch, share = trees.at((batch, shares), row["microbatch"])
         x, made, results = _act(functions, updates, fill, row, microbatch, share, x, dy, loss, told, parts)
         arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
-        buffers = dict(buffers, inputs=_put(buffers["inputs"], x, row["looked_up"]))
+        buffers = dict(buffers, inputs=trees.put(buffers["inputs"], x, row["looked_up"]))
         for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
-            buffers[name] = _put(buffers[name], arrived.get(shift, made), slot)
+            buffers[name] = trees.put(buffers[name], arrived.get(shift, made), slot)
         return (buffers, results), None
 
     buffers = {
@@ -171,7 +172,7 @@ def run(
         return jax.tree.map(lambda x: lax.psum(jnp.where(stage == owner, x, jnp.zeros((), x.dtype)), AXIS), tree)
 
     ends = [
-        (_at(part.versions, versions.num_updates % count), part.state)
+        (trees.at(part.versions, versions.num_updates % count), part.state)
         for part, count in zip(parts, versions.num_kept, strict=True)
     ]
     ends[0], ends[2] = of_stage(0, ends[0]), of_stage(schedule.num_stages - 1, ends[2])
@@ -208,16 +209,16 @@ def _act(
         def apply(stack: PyTree, state: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             new, state = update(_version(part, row["latest"]), state, gradients)
             slot = (row["latest"] + 1) % _num_kept(part)
-            stack = jax.tree.map(lambda leaf, value: _put(leaf, value, slot), stack, new)
+            stack = jax.tree.map(lambda leaf, value: trees.put(leaf, value, slot), stack, new)
             return stack, state, jax.tree.map(jnp.zeros_like, gradients)
 
         if part.sums is None:
             return _Kept(*apply(part.versions, part.state, gradients)[:2], None)
-        return _Kept(*_when(row["closes"], apply, part.versions, part.state, _add(part.sums, gradients)))
+        return _Kept(*trees.when(row["closes"], apply, part.versions, part.state, trees.add(part.sums, gradients)))
 
     def forward(made: Array, told: PyTree) -> tuple[Array, PyTree]:
         y, _, of_layers = stage(read(layers), x)
-        return y, _add(told, share_of(of_layers))
+        return y, trees.add(told, share_of(of_layers))
 
     def backward(made: Array, layers: _Kept) -> tuple[Array, _Kept]:
         (_, minimised), pull = jax.vjp(lambda *by: stage(*by)[:2], read(layers), x)
@@ -227,17 +228,17 @@ def _act(
     def add_head(y: Array, loss: Array, last: _Kept) -> tuple[Array, Array, _Kept]:
         minimised, pull, reported = jax.vjp(head, read(last), y, has_aux=True)
         gradients, dy = pull(jnp.ones_like(minimised))
-        return dy, _add(loss, share_of(reported)), advanced(last, updates.last, gradients)
+        return dy, trees.add(loss, share_of(reported)), advanced(last, updates.last, gradients)
 
     def add_embedding(first: _Kept) -> _Kept:
         (gradients,) = jax.vjp(embed, read(first))[1](made)
         return advanced(first, updates.first, gradients)
 
-    x = _when(row["looks_up"], lambda x: embed(read(first)), x)
-    made, told = _when(row["op"] == Op.F, forward, jnp.full(x.shape, fill, x.dtype), told)
-    made, layers = _when(row["op"] == Op.BW, backward, made, layers)
-    made, loss, last = _when(row["is_scored"], add_head, made, loss, last)
-    first = _when(row["ends_backward"], add_embedding, first)
+    x = trees.when(row["looks_up"], lambda x: embed(read(first)), x)
+    made, told = trees.when(row["op"] == Op.F, forward, jnp.full(x.shape, fill, x.dtype), told)
+    made, layers = trees.when(row["op"] == Op.BW, backward, made, layers)
+    made, loss, last = trees.when(row["is_scored"], add_head, made, loss, last)
+    first = trees.when(row["ends_backward"], add_embedding, first)
     return x, made, (loss, told, Parts(first, layers, last))
 
 
@@ -246,4 +247,4 @@ def _num_kept(part: _Kept) -> int:
 
 
 def _version(part: _Kept, version: Int[Array, ""]) -> PyTree:
-    return _at(part.versions, version % _num_kept(part))
+    return trees.at(part.versions, version % _num_kept(part))

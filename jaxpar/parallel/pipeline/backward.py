@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from jaxpar.parallel.product import Apart, Observation, Observed, Use, weight_gradient
@@ -102,7 +101,3 @@ class WeightsApart:
             return jax.vmap(lambda x, dy: weight_gradient(use.equation, use.fp8_axes, x, dy))(x, dy)
 
         return {number: gradient(number, use) for number, use in self.uses.items()}
-
-
-def zeros(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxpar.numerics import widened
-from jaxpar.parallel.pipeline.backward import Kept, WeightsApart, zeros
+from jaxpar.parallel.pipeline import trees
+from jaxpar.parallel.pipeline.backward import Kept, WeightsApart
 from jaxpar.parallel.pipeline.program import Buffer, Program
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
@@ -74,10 +74,10 @@ def run(
     computes it again. `fill` is what lies in slots that hold nothing.
     """
     program = Program.of(schedule)
-    stage, layers = lax.axis_index(AXIS), _by_chunk(layers, schedule.num_chunks)
-    first = _at(batch, 0)
+    stage, layers = lax.axis_index(AXIS), trees.by_chunk(layers, schedule.num_chunks)
+    first = trees.at(batch, 0)
     activation = jax.eval_shape(functions.embed, ends, microbatch=first)
-    chunk = _Chunk.of(functions, _at(layers, 0), activation, first, program.ops, keeps_residuals)
+    chunk = _Chunk.of(functions, trees.at(layers, 0), activation, first, program.ops, keeps_residuals)
     reported = jax.eval_shape(functions.head, ends, activation, microbatch=first)[1]
     told = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((schedule.num_chunks, *leaf.shape), leaf.dtype), chunk.told)
 
@@ -87,9 +87,9 @@ def run(
         act = _act_on_spread_ends if functions.are_ends_spread else _act_on_ends
         x, made, buffers, sums = act(functions, chunk, ends, layers, batch, fill, row, rows["ends"], buffers, sums)
         arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
-        buffers = dict(buffers, inputs=_put(buffers["inputs"], x, row["looked_up"]))
+        buffers = dict(buffers, inputs=trees.put(buffers["inputs"], x, row["looked_up"]))
         for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
-            buffers[name] = _put(buffers[name], arrived.get(shift, made), slot)
+            buffers[name] = trees.put(buffers[name], arrived.get(shift, made), slot)
         return (buffers, sums), None
 
     def slots(name: Buffer, of: PyTree, spare: int = 0) -> PyTree:
@@ -103,7 +103,7 @@ def run(
         "residuals": slots("residuals", chunk.residuals),
         "deferred": slots("deferred", chunk.operands),
     }
-    sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, widened(leaf.dtype)), (reported, told, ends, layers))
+    sums = trees.zeros((reported, told, ends, layers))
     (_, (loss, told, by_ends, by_layers)), _ = lax.scan(tick, (buffers, sums), program.rows())
     told, by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), (told, by_layers))
     return lax.psum(loss, AXIS), told, by_ends, by_layers
@@ -128,27 +128,27 @@ def _act_on_ends(
     """A stage's tick: (its input, what it sends on, buffers, sums); the first stage looks up, the last one does the
     head's work with its last layers'.
 
-    Sums pass through conditionals of two branches, the first of which leaves them alone (see _when): those XLA updates
-    in place, where it copies what passes through a switch, in every branch.
+    Sums pass through conditionals of two branches, the first of which leaves them alone (see trees.when): those XLA
+    updates in place, where it copies what passes through a switch, in every branch.
     """
-    microbatch = _at(batch, row["microbatch"])
+    microbatch = trees.at(batch, row["microbatch"])
     embed, head = partial(functions.embed, microbatch=microbatch), partial(functions.head, microbatch=microbatch)
 
     def add_head(y: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
         minimised, pull, reported = jax.vjp(head, ends, y, has_aux=True)
         of_ends, dy = pull(jnp.ones_like(minimised))
-        return dy, loss + reported.astype(loss.dtype), _add(by_ends, of_ends)
+        return dy, loss + reported.astype(loss.dtype), trees.add(by_ends, of_ends)
 
     def add_embedding(by_ends: PyTree) -> PyTree:
-        return _add(by_ends, jax.vjp(embed, ends)[1](made)[0])
+        return trees.add(by_ends, jax.vjp(embed, ends)[1](made)[0])
 
-    x = _at(buffers["inputs"], row["slots"]["inputs"])
-    x = _when(row["looks_up"], lambda x: embed(ends), x)
+    x = trees.at(buffers["inputs"], row["slots"]["inputs"])
+    x = trees.when(row["looks_up"], lambda x: embed(ends), x)
     made, buffers, (loss, told, by_ends, by_layers) = _act(
         functions, chunk, layers, microbatch, fill, row, x, buffers, sums
     )
-    made, loss, by_ends = _when(row["is_scored"], add_head, made, loss, by_ends)
-    by_ends = _when(row["ends_backward"], add_embedding, by_ends)
+    made, loss, by_ends = trees.when(row["is_scored"], add_head, made, loss, by_ends)
+    by_ends = trees.when(row["ends_backward"], add_embedding, by_ends)
     return x, made, buffers, (loss, told, by_ends, by_layers)
 
 
@@ -165,34 +165,34 @@ def _act_on_spread_ends(
     sums: Sums,
 ) -> tuple[Array, Array, dict[str, PyTree], Sums]:
     """Likewise, where all stages look up and score together what one of them is at: a branch that all take alike."""
-    microbatch = _at(batch, row["microbatch"])
+    microbatch = trees.at(batch, row["microbatch"])
 
     def of_all(value: Array, mine: Array) -> Array:
         return lax.psum(jnp.where(mine, value, jnp.zeros((), value.dtype)), AXIS)
 
     def at(function: Callable, event: str) -> Callable:
-        return partial(function, microbatch=_at(batch, shared[event]["microbatch"]))
+        return partial(function, microbatch=trees.at(batch, shared[event]["microbatch"]))
 
     def add_head(made: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
         mine = row["is_scored"]
         minimised, pull, reported = jax.vjp(at(functions.head, "is_scored"), ends, of_all(made, mine), has_aux=True)
         of_ends, dy = pull(jnp.ones_like(minimised))
         reported = jnp.where(mine, reported, jnp.zeros((), reported.dtype)).astype(loss.dtype)
-        return jnp.where(mine, lax.psum(dy, AXIS), made), loss + reported, _add(by_ends, of_ends)
+        return jnp.where(mine, lax.psum(dy, AXIS), made), loss + reported, trees.add(by_ends, of_ends)
 
     def add_embedding(by_ends: PyTree) -> PyTree:
         pull = jax.vjp(at(functions.embed, "ends_backward"), ends)[1]
-        return _add(by_ends, pull(of_all(made, row["ends_backward"]))[0])
+        return trees.add(by_ends, pull(of_all(made, row["ends_backward"]))[0])
 
     def look_up(x: Array) -> Array:
         return jnp.where(row["looks_up"], at(functions.embed, "looks_up")(ends), x)
 
-    x = _when(shared["looks_up"]["happens"], look_up, _at(buffers["inputs"], row["slots"]["inputs"]))
+    x = trees.when(shared["looks_up"]["happens"], look_up, trees.at(buffers["inputs"], row["slots"]["inputs"]))
     made, buffers, (loss, told, by_ends, by_layers) = _act(
         functions, chunk, layers, microbatch, fill, row, x, buffers, sums
     )
-    made, loss, by_ends = _when(shared["is_scored"]["happens"], add_head, made, loss, by_ends)
-    by_ends = _when(shared["ends_backward"]["happens"], add_embedding, by_ends)
+    made, loss, by_ends = trees.when(shared["is_scored"]["happens"], add_head, made, loss, by_ends)
+    by_ends = trees.when(shared["ends_backward"]["happens"], add_embedding, by_ends)
     return x, made, buffers, (loss, told, by_ends, by_layers)
 
 
@@ -215,37 +215,37 @@ def _act(
     place = row["slots"]
 
     def own() -> tuple[PyTree, PyTree, Array]:
-        return _at(layers, row["chunk"]), microbatch, row["part"]
+        return trees.at(layers, row["chunk"]), microbatch, row["part"]
 
     def forward(made: Array, told: PyTree, residuals: PyTree) -> tuple[Array, PyTree, PyTree]:
         made, of_layers, kept = chunk.forward(*own(), x)
-        return made, _add_at(told, of_layers, row["chunk"]), _put(residuals, kept, place["residuals"])
+        return made, trees.add_at(told, of_layers, row["chunk"]), trees.put(residuals, kept, place["residuals"])
 
     def backward(together: bool) -> tuple[Array, dict[int, Array], PyTree]:
-        dy, kept = _at(buffers["gradients"], place["gradients"]), _at(residuals, place["residuals"])
+        dy, kept = trees.at(buffers["gradients"], place["gradients"]), trees.at(residuals, place["residuals"])
         return chunk.backward(*own(), x, dy, kept, together)
 
     def of_both(made: Array, totals: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
         made, gradients, operands = backward(together=True)
-        return made, _add_at(totals, {**gradients, **functions.summed(chunk.of_weights(operands))}, row["chunk"])
+        return made, trees.add_at(totals, {**gradients, **functions.summed(chunk.of_weights(operands))}, row["chunk"])
 
     def of_input(made: Array, others: dict[int, Array], deferred: PyTree) -> tuple[Array, dict[int, Array], PyTree]:
         made, gradients, operands = backward(together=False)
-        return made, _add_at(others, gradients, row["chunk"]), _put(deferred, operands, place["deferred"])
+        return made, trees.add_at(others, gradients, row["chunk"]), trees.put(deferred, operands, place["deferred"])
 
     def of_weights(weights: dict[int, Array]) -> dict[int, Array]:
-        gradients = functions.summed(chunk.of_weights(_at(deferred, place["deferred"])))
-        return _add_at(weights, gradients, row["chunk"])
+        gradients = functions.summed(chunk.of_weights(trees.at(deferred, place["deferred"])))
+        return trees.add_at(weights, gradients, row["chunk"])
 
     made = jnp.full(x.shape, fill, x.dtype)
-    made, told, residuals = _when(row["op"] == Op.F, forward, made, told, residuals)
+    made, told, residuals = trees.when(row["op"] == Op.F, forward, made, told, residuals)
     if Op.BW in chunk.ops:
-        made, totals = _when(row["op"] == Op.BW, of_both, made, totals)
+        made, totals = trees.when(row["op"] == Op.BW, of_both, made, totals)
     if Op.B in chunk.ops:
         weights = {number: totals[number] for number in chunk.operands}
         others = {number: total for number, total in totals.items() if number not in weights}
-        made, others, deferred = _when(row["op"] == Op.B, of_input, made, others, deferred)
-        weights = _when(row["op"] == Op.W, of_weights, weights)
+        made, others, deferred = trees.when(row["op"] == Op.B, of_input, made, others, deferred)
+        weights = trees.when(row["op"] == Op.W, of_weights, weights)
         totals = {**weights, **others}
     by_layers = jax.tree.unflatten(structure, [totals[number] for number in range(len(totals))])
     return made, dict(buffers, residuals=residuals, deferred=deferred), (loss, told, by_ends, by_layers)
@@ -301,7 +301,8 @@ class _Chunk:
         def function(others: PyTree, operands: PyTree, x: Array) -> tuple[tuple[Array, Array], PyTree]:
             return self.stage(apart.joined(own, weights, others, operands), microbatch, part, x)
 
-        return jax.vjp(function, others, zeros(self.operands), x, has_aux=True)
+        places = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.operands)
+        return jax.vjp(function, others, places, x, has_aux=True)
 
     def forward(self, own: PyTree, microbatch: PyTree, part: Array, x: Array) -> tuple[Array, PyTree, PyTree]:
         """(output, told, what is kept)"""
@@ -334,57 +335,18 @@ class _Chunk:
         return {} if operands is None or self.apart is None else self.apart.gradients(operands)
 
 
-def _when(condition: Array, change: Callable, *operands: PyTree) -> Any:
-    """change(*operands), or the operands.
-
-    XLA takes the first branch to come before the second: only where the first makes nothing new can the second write
-    over what both are given.
-    """
-    return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
-
-
 def relay(
     schedule: Schedule, run: Callable[[PyTree, Array, Array], tuple[Array, PyTree]], layers: PyTree, x: Array
 ) -> Array:
     """run(layers of a chunk, x, part) from the first part to the last, one stage at work at a time, the others idle:
     for evaluation and sampling. The result is on all stages; what layers tell is dropped."""
-    layers = _by_chunk(layers, schedule.num_chunks)
+    layers = trees.by_chunk(layers, schedule.num_chunks)
     places = [schedule.locate(part) for part in range(schedule.num_parts)]
 
     def through(x: Array, place: tuple[Array, Array, Array]) -> tuple[Array, None]:
         stage, chunk, part = place
-        y, _ = run(_at(layers, chunk), x, part)
+        y, _ = run(trees.at(layers, chunk), x, part)
         return lax.psum(jnp.where(lax.axis_index(AXIS) == stage, y, jnp.zeros((), y.dtype)), AXIS), None
 
     stages, chunks = (jnp.array(numbers, jnp.int32) for numbers in zip(*places))
     return lax.scan(through, x, (stages, chunks, jnp.arange(len(places), dtype=jnp.int32)))[0]
-
-
-def _by_chunk(layers: PyTree, num_chunks: int) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.reshape(num_chunks, -1, *leaf.shape[1:]), layers)
-
-
-def _at(tree: PyTree, index: Any) -> PyTree:
-    """Each leaf's part at an index of its first dim; the only one as it is, uncopied."""
-
-    def at(leaf: Array) -> Array:
-        if leaf.shape[0] == 1:
-            return leaf[0]
-        return lax.dynamic_index_in_dim(leaf, index, keepdims=False)
-
-    return jax.tree.map(at, tree)
-
-
-def _put(buffers: PyTree, values: PyTree, index: Array) -> PyTree:
-    return jax.tree.map(lambda buffer, value: lax.dynamic_update_index_in_dim(buffer, value, index, 0), buffers, values)
-
-
-def _add(totals: PyTree, addends: PyTree) -> PyTree:
-    return jax.tree.map(lambda total, addend: total + addend.astype(total.dtype), totals, addends)
-
-
-def _add_at(totals: PyTree, addends: PyTree, chunk: Array) -> PyTree:
-    """To the parts at a chunk; dicts may lack some of the totals' keys."""
-    if isinstance(totals, dict):
-        return {key: _add_at(total, addends[key], chunk) if key in addends else total for key, total in totals.items()}
-    return _put(totals, _at(totals, chunk) + addends.astype(totals.dtype), chunk)

@@ -171,25 +171,39 @@ def latency(slice_times: Sequence[float], num_stages: int, num_microbatches: int
 
 
 def token_slices(
-    time: Callable[[int, int], float], seq_len: int, num_stages: int, num_microbatches: int = 1, granularity: int = 1
+    time: Callable[[int, int], float],
+    seq_len: int,
+    num_stages: int,
+    num_microbatches: int = 1,
+    granularity: int = 1,
+    num_slices: int | None = None,
 ) -> tuple[int, ...]:
-    """The lengths, multiples of granularity, of the token slices with the least `latency`.
+    """The lengths, multiples of granularity, of the token slices with the least `latency`: `num_slices` of them, or as
+    many as are best.
 
     time(length, before): of one stage for `length` tokens that attend to themselves and to `before` earlier ones. For
     each possible slowest slice the cuts with the least sum (TeraPipe, section 3.3, algorithm 1), without its tolerance:
     exact. Takes O(N^4) for N = seq_len / granularity, in vectors; 128 take seconds.
 
-    ValueError when the granularity does not divide the sequence.
+    ValueError when the granularity does not divide the sequence, or it has fewer than `num_slices` of them.
     """
     if granularity < 1 or seq_len % granularity:
         raise ValueError(f"granularity {granularity} does not divide the sequence's {seq_len} tokens; take a divisor")
     size = seq_len // granularity
+    if num_slices is not None and not 1 <= num_slices <= size:
+        raise ValueError(
+            f"{seq_len} tokens cannot be cut into {num_slices} slices of a multiple of {granularity}; take 1 to {size}"
+        )
     times = np.full((size + 1, size + 1), np.inf)
     for start in range(size):
         for end in range(start + 1, size + 1):
             times[start, end] = time((end - start) * granularity, start * granularity)
     candidates = np.unique(times[np.isfinite(times)])
     least_sum = _slice_sums(times, np.array([np.inf]))[0][0, -1]
+    if num_slices is not None:
+        return tuple(
+            n * granularity for n in _so_many_slices(times, least_sum, num_stages, num_microbatches, num_slices)
+        )
     best, slowest = math.inf, math.inf
     for block in np.array_split(candidates, max(1, len(candidates) // _BLOCK)):
         if num_microbatches * least_sum + (num_stages - 1) * block[0] >= best:
@@ -202,6 +216,21 @@ def token_slices(
     while bounds[-1]:
         bounds.append(int(choices[0, bounds[-1]]))
     return tuple(int(n) * granularity for n in np.diff(bounds[::-1]))
+
+
+def _so_many_slices(
+    times: Float[np.ndarray, "N N"], least_sum: float, num_stages: int, num_microbatches: int, num_slices: int
+) -> list[int]:
+    """As token_slices, of times by first token and one past the last; lengths in granules."""
+    candidates = np.unique(times[np.isfinite(times)])
+    best, bounds = math.inf, [0]
+    for slowest in candidates[candidates * num_slices * _ROUNDING >= least_sum]:
+        if num_microbatches * least_sum + (num_stages - 1) * slowest >= best:
+            break
+        total, cuts = _best_cuts(np.stack([np.where(times <= slowest, times, np.inf)] * num_slices), np.add)
+        if (total := num_microbatches * total + (num_stages - 1) * slowest) < best:
+            best, bounds = total, cuts
+    return [int(n) for n in np.diff(bounds)]
 
 
 def _slice_sums(

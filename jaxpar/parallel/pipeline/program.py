@@ -1,4 +1,4 @@
-"""A schedule as numbers that a loop over ticks can go by: tick x stage -> operation, microbatch, chunk, and slots."""
+"""A schedule as numbers for a loop over ticks: tick x stage -> operation, microbatch, chunk, token slice, and slots."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -34,6 +34,8 @@ class Program:
     part: Table
     microbatch: Table
     chunk: Table
+    piece: Table
+    """The token slice."""
     slots: Mapping[Buffer, Table]
     """Of the part's input and of its output's gradient, to read; of what a forward pass keeps and of what a weight
     gradient waits for, to write and later to read."""
@@ -73,8 +75,7 @@ class Program:
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Program":
-        """Of a valid schedule without token slices."""
-        assert schedule.num_slices == 1
+        """Of a valid schedule."""
         slots = assign_slots(schedule)
         num_slots: dict[Buffer, int] = {
             buffer: max(slots.count(getattr(slots, buffer), schedule.num_stages)) for buffer in get_args(Buffer)
@@ -84,7 +85,7 @@ class Program:
         def unused(buffer: Buffer) -> Table:
             return np.full(shape, num_slots[buffer], np.int32)
 
-        op, parts, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(4))
+        op, parts, microbatch, chunk, piece = (np.zeros(shape, np.int32) for _ in range(5))
         used: dict[Buffer, Table] = {buffer: unused(buffer) for buffer in get_args(Buffer)}
         looked_up = unused("inputs")
         arrivals: dict[Arrival, Table] = {}
@@ -93,7 +94,10 @@ class Program:
         for tick, stage, action in schedule.actions():
             at, part = (tick, stage), schedule.part(stage, action.chunk)
             op[at], parts[at], microbatch[at], chunk[at] = action.op, part, action.microbatch, action.chunk
-            forward, backward, weights = (Task(each, part, action.microbatch, 0) for each in (Op.F, Op.B, Op.W))
+            piece[at] = action.slice
+            forward, backward, weights = (
+                Task(each, part, action.microbatch, action.slice) for each in (Op.F, Op.B, Op.W)
+            )
             (looked_up if action.op is Op.F and part == 0 else used["inputs"])[at] = slots.inputs[forward].slot
             used["residuals"][at] = slots.residuals[forward].slot
             if action.op is not Op.F:
@@ -114,6 +118,7 @@ class Program:
             parts,
             microbatch,
             chunk,
+            piece,
             used,
             looked_up,
             arrivals,
@@ -127,8 +132,8 @@ def _sent(action: Action, part: int, num_parts: int) -> tuple[Buffer, Task] | No
     """Who waits for what an action makes: the last part's forward pass makes the gradient of its own output."""
     if action.op is Op.F:
         if part < num_parts - 1:
-            return "inputs", Task(Op.F, part + 1, action.microbatch, 0)
-        return "gradients", Task(Op.B, part, action.microbatch, 0)
+            return "inputs", Task(Op.F, part + 1, action.microbatch, action.slice)
+        return "gradients", Task(Op.B, part, action.microbatch, action.slice)
     if action.op is Op.W or part == 0:
         return None
-    return "gradients", Task(Op.B, part - 1, action.microbatch, 0)
+    return "gradients", Task(Op.B, part - 1, action.microbatch, action.slice)

@@ -127,6 +127,8 @@ def _arguments(of: Rule, inputs: Mapping[str, Any], form: Any) -> tuple[dict[str
         candidates = (own,) if own else (name, *_SAME.get(name, ()))
         given = next((each for each in candidates if each in inputs and each not in used), None)
         if given is not None:
+            if parameter.annotation in (int, float) and not isinstance(inputs[given], (int, float)):
+                return None  # a text, which arithmetic would repeat or join
             arguments[name] = inputs[given]
             used.add(given)
         elif parameter.default is inspect.Parameter.empty:
