@@ -30,7 +30,7 @@ from jaxpar.training import optimizers, pipelines, setup
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
-from jaxpar.training.step import abstract_state, make_step
+from jaxpar.training.step import abstract_batch, abstract_state, make_step
 from meshes import build_mesh
 
 TOLERANCE = 1e-9
@@ -248,17 +248,6 @@ def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax
         arguments = abstract_state(model, tx), abstract_batch(config, model)
         with jax.set_mesh(there):
             return step.lower(*arguments).compile()
-
-
-def abstract_batch(config: Config, model: Model) -> Batch:
-    microbatches = config.parallel.grad_accumulation
-    shape = (microbatches, config.data.batch_size // microbatches, config.data.seq_len)
-    sharding = model.layout.sharding(model.layout.stacked_batch_spec())
-
-    def like(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    return Batch(like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.float32))
 
 
 def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:

@@ -27,9 +27,10 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     return build_mesh(config.parallel.mesh, config.parallel.dcn_mesh, devices)
 
 
-def make_model(config: Config, mesh: Mesh | None) -> Model:
-    """The config's model on a mesh, or with None on one device without one. Raises ValueError for sizes that the
-    mesh cannot cut."""
+def make_model(config: Config, mesh: Mesh | None, platform: str | None = None) -> Model:
+    """The config's model on a mesh, or with None on one device without one, with the kernels of a platform ("gpu"): of
+    the backend that runs, if not told what the mesh's devices are. Raises ValueError for sizes that the mesh cannot
+    cut."""
     dtypes = Precision.of(config.run)
     parallel = config.parallel
     sizes = mesh.shape if mesh is not None else {"pipe": 1, "context": 1}
@@ -45,7 +46,11 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         zero=parallel.zero,
         context=pipelines.context_strategy(config, sizes, schedule) if mesh is not None else ContextStrategy(),
         packs_documents=config.data.pack_documents,
-        attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
+        attention_kernel=(
+            _attention_kernel(config, dtypes.compute, sizes["context"], platform or jax.default_backend())
+            if mesh is not None
+            else "tiled"
+        ),
         is_fp8=config.run.matmul == "fp8",
         schedule=schedule,
         layers_per_part=counts if len({*counts}) > 1 else None,
@@ -59,12 +64,11 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
     )
 
 
-def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int) -> Kernel:
-    """For the backend that runs, not for devices that are only compiled for."""
+def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int, platform: str) -> Kernel:
     model = config.model
     return choose(
         config.parallel.attention,
-        jax.default_backend(),
+        platform,
         head_dim=model.head_dim,
         dtype=dtype,
         mask=AttentionMask(causal=True, window=model.sliding_window),
