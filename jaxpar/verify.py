@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -23,9 +22,10 @@ from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline.schedule import Schedule
 from jaxpar.parallel.pipeline.stack import slots_of
 from jaxpar.parallel.remat import Remat
-from jaxpar.planning.traffic import Traffic, TrafficSettings, pipeline_traffic, step_traffic
+from jaxpar.planning.traffic import Stages, Traffic, TrafficSettings, step_traffic
 from jaxpar.training import optimizers, pipelines, setup
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
@@ -73,12 +73,10 @@ def verify(config: Config, mesh: Mapping[str, int]) -> Verdict:
         and numbers["loss_error"] <= TOLERANCE
         and numbers["max_gradient_error"] <= TOLERANCE
     )
-    held, note = found, ""
-    if mesh["pipe"] > 1:
-        held = {
-            axes: {op: value for op, value in found.get(axes, {}).items() if op in expected[axes]} for axes in expected
-        }
-        note = "under pipe only the stages' hops are held against their formula; counts are sums over a tick's branches"
+    held, note, schedule = found, "", pipelines.make_schedule(compiled, mesh["pipe"])
+    if schedule is not None and not _is_known(schedule):
+        held = {"pipe": {op: found["pipe"][op] for op in expected["pipe"]}}
+        note = f"of {schedule.kind} only the stages' hops are held against their formula"
     return Verdict(
         **numbers,
         collectives=found,
@@ -228,7 +226,9 @@ def gradient_errors(grads: Mapping[str, np.ndarray], want: Mapping[str, np.ndarr
 
 def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[str, dict[str, int]]]:
     """The collectives of the train step as compiled for H100s: {axes: {op: {"count", "bytes"}}} per device."""
-    return summarize(read_collectives(compiled_step(config, mesh).as_text(), mesh))
+    schedule = pipelines.make_schedule(config, mesh["pipe"])
+    taken = Program.of(schedule).taken if schedule is not None else {}
+    return summarize(read_collectives(compiled_step(config, mesh).as_text(), mesh, taken))
 
 
 def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Any:
@@ -253,6 +253,18 @@ def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax
 def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
     """What the strategies' formulas say that `compiled_traffic` finds."""
     dtypes, schedule = Precision.of(config.run), pipelines.make_schedule(config, mesh["pipe"])
+    stages = None
+    if schedule is not None:
+        is_looped = schedule.kind in looped.KINDS
+        stages = Stages(
+            permutes=2 * looped.num_ticks(schedule)
+            if is_looped
+            else schedule.num_ticks * len(Program.of(schedule).hops),
+            num_chunks=schedule.num_chunks,
+            layers_per_chunk=max(pipelines.layers_per_part(config, schedule)),
+            keeps_residuals=config.parallel.pipeline_residuals,
+            spreads_head=config.parallel.spread_head,
+        )
     settings = TrafficSettings(
         mesh=mesh,
         batch_size=config.data.batch_size,
@@ -265,14 +277,18 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
         remat=config.parallel.remat,
         zero=config.parallel.zero,
         context=pipelines.context_strategy(config, mesh, schedule),
+        stages=stages,
     )
-    if schedule is None:
+    if schedule is None or _is_known(schedule):
         return step_traffic(config.model, settings)
     if lengths := pipelines.slice_lengths(config, mesh, schedule):
         settings = dataclasses.replace(settings, seq_len=max(lengths))
-    is_looped = schedule.kind in looped.KINDS
-    hops = 2 * looped.num_ticks(schedule) if is_looped else schedule.num_ticks * len(Program.of(schedule).hops)
-    return pipeline_traffic(config.model, settings, hops)
+    return {"pipe": {"collective-permute": step_traffic(config.model, settings)["pipe"]["collective-permute"]}}
+
+
+def _is_known(schedule: Schedule) -> bool:
+    """Whether the formulas have all of its traffic, not the hops alone."""
+    return schedule.kind not in looped.KINDS and schedule.num_slices == 1
 
 
 def agree(found: Mapping[str, Mapping[str, Mapping[str, int]]], expected: Traffic) -> bool:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import jax
@@ -193,6 +194,23 @@ def test_each_branch_of_a_conditional_counts_once(host):
         ("all-reduce", ("data",), LOCAL * 4, 3),
         ("all-reduce", ("tensor",), LOCAL * 4, 3),
     ]
+
+
+def test_a_named_conditional_counts_as_often_as_it_is_taken(host):
+    def twice_in_six(x):
+        def sines(x):
+            # Whatever else is in the branch has a scope of its own.
+            return lax.cond(jnp.sum(x) > 1, lambda x: lax.psum(jnp.sin(x), "tensor"), lambda x: x, x)
+
+        with jax.named_scope("seldom"):
+            return lax.cond(jnp.sum(x) > 0, lambda x: x, repeat(sines, 5), x)
+
+    text = compile_manual(host, repeat(twice_in_six, 6))
+    for taken, count in (None, 30), ({"often": Fraction(1, 2)}, 30), ({"seldom": Fraction(1, 3)}, 10):
+        collectives = read_collectives(text, host.shape, taken)
+        assert sorted_facts(collectives) == [("all-reduce", ("tensor",), LOCAL * 4, count)]
+    with pytest.raises(ValueError, match="would run 15/2 times; state how often"):
+        read_collectives(text, host.shape, {"seldom": Fraction(1, 4)})
 
 
 @pytest.mark.parametrize("where", ["host", "cpus"])

@@ -1,15 +1,20 @@
 """Predicted memory against the compiler's count, the literature's formulas and what published runs measured."""
 
 import dataclasses
+from importlib import resources
+from pathlib import Path
 
 import pytest
 from test_traffic import sizes
 
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
 from jaxpar.parallel.context import ContextStrategy
+from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.conventions import CONVENTIONS, convention
 from jaxpar.planning.job import Job
 from jaxpar.planning.memory import PARTS, memory
+from jaxpar.planning.run_defaults import FRAMEWORKS
+from jaxpar.planning.runs import memory_of_run, predict_run, read_runs
 from jaxpar.planning.shapes import shares
 from jaxpar.verify import compiled_step
 from meshes.chips import chip
@@ -24,6 +29,10 @@ LLAMA_8B, GPT2_XL = preset("llama3-8b"), preset("gpt2-xl")
 ONE_B = ModelConfig(
     vocab_size=32768, embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=4, head_dim=128, mlp_dim=5632
 )
+
+
+CHUNKS = {"pipeline": "interleaved-1f1b", "chunks": 2}
+KEPT = {"pipeline_residuals": True}
 
 
 def planned(model: ModelConfig, mesh: dict[str, int], batch_size: int, seq_len: int, **parallel) -> float:
@@ -85,6 +94,18 @@ def slow(*values):
         slow(ONE_B, sizes(data=8), 16, 4096, {"zero": 2, "grad_accumulation": 2}),
         slow(GPT2_XL, sizes(fsdp=8), 64, 1024, {"remat": "none"}),
         slow(GPT2_XL, sizes(fsdp=8), 64, 1024, {}),
+        (ONE_B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8}),
+        slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8}),
+        slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8, "remat": "none"}),
+        slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8, "pipeline": "gpipe"}),
+        slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8, "pipeline": "zb-h1"}),
+        slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8, "pipeline": "zb-v", "chunks": 2}),
+        slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {**CHUNKS, "grad_accumulation": 8}),
+        slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8, **KEPT, "remat": "none"}),
+        slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8, **KEPT}),
+        slow(LLAMA_8B, sizes(pipe=4, tensor=2), 8, 4096, {"grad_accumulation": 8}),
+        slow(LLAMA_8B, sizes(pipe=2, fsdp=2, tensor=2), 8, 4096, {"grad_accumulation": 4}),
+        slow(LLAMA_8B, sizes(data=2, pipe=4), 16, 4096, {"grad_accumulation": 8, "zero": 1}),
     ],
 )
 def test_within_a_tenth_of_the_compiled_program(model, mesh, batch_size, seq_len, parallel):
@@ -210,6 +231,13 @@ def test_what_ran_fits(case):
 
 
 def test_every_framework_has_its_convention():
-    from jaxpar.planning.run_defaults import FRAMEWORKS
-
     assert {framework.name for framework in FRAMEWORKS} <= set(CONVENTIONS)
+
+
+def test_published_runs_ran():
+    table = calibration_table()
+    rows = read_runs(Path(str(resources.files("jaxpar.planning") / "data" / "published_runs.json")))
+    assert len(rows) > 100
+    for row in rows:
+        run = predict_run(row, table)
+        assert memory_of_run(row, run.job, run.framework).fits, row["id"]

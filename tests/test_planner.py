@@ -71,18 +71,18 @@ def test_the_search_finds_what_trying_everything_finds(model, devices, batch_siz
 
 
 def test_llama3_405b_at_16384_devices():
-    """All axes and schedules in seconds, and where Meta's own layout comes: among the first of its kind, that is, of
-    those that leave the sequence whole, and within a twentieth of the fastest."""
+    """All axes and schedules in seconds; Meta's own layout (arXiv 2407.21783, table 4) is among the first five."""
     request = Request(preset("llama3-405b"), load_cluster("llama3-h100"), 16384, 8192, 2048)
     start = time.process_time()
-    found = plan(request, top=30)
+    found = plan(request, top=5)
     assert time.process_time() - start < 10
-    of_its_kind = [choice for choice in found.ranked if choice.job.mesh["context"] == 1]
-    places = [(choice.job.mesh["tensor"], choice.job.mesh["pipe"]) for choice in of_its_kind]
-    assert (8, 16) in places[:5]
-    metas = of_its_kind[places.index((8, 16))]
-    assert metas.time.step < 1.06 * found.ranked[0].time.step
+    assert (16, 1, 1, 8) in [layout_of(choice.job) for choice in found.ranked]
     assert all(choice.memory.fits for choice in found.ranked)
+
+
+def test_llama3_405b_on_long_sequences():
+    request = Request(preset("llama3-405b"), load_cluster("llama3-h100"), 16384, 131072, 128)
+    assert (16, 1, 16, 8) in [layout_of(choice.job) for choice in plan(request, top=5).ranked]
 
 
 def test_what_falls_out_says_why():
@@ -108,7 +108,7 @@ ASKED = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "16", "--
 def test_json(capsys, tmp_path):
     rows = json.loads(run(capsys, *ASKED, "--top", "3", "--json", "--plot", str(tmp_path / "memory.svg")))
     assert len(rows) == 3
-    assert (tmp_path / "memory.svg").stat().st_size > 1000
+    assert all((tmp_path / f"{name}.svg").stat().st_size > 1000 for name in ("memory", "memory-time"))
     for row in rows:
         assert set(row) == {
             "mesh", "pipeline", "microbatches", "remat", "memory_bytes", "traffic_bytes", "seconds",

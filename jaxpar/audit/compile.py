@@ -125,9 +125,7 @@ def _load(directory: Path, was_cached: bool) -> Program:
     return Program(hlo, parameters=parameters, was_cached=was_cached, **facts)
 
 
-def lower(
-    config: Config, devices: Sequence[jax.Device], platform: str
-) -> tuple[jax.stages.Lowered, Model, Mesh]:
+def lower(config: Config, devices: Sequence[jax.Device], platform: str) -> tuple[jax.stages.Lowered, Model, Mesh]:
     """The train step, lowered from abstract state for devices that need not be here."""
     mesh = setup.make_mesh(config, devices)
     model = setup.make_model(config, mesh, platform)

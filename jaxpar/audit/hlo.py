@@ -6,18 +6,19 @@ collective may stand in another computation (a fusion, an asynchronous wrapper) 
 and a loop's body is written once, however often it runs. So executions are multiplied down the call graph from ENTRY,
 and each collective's groups are matched with the mesh's axes.
 
-Limits: a conditional's branches count once each, an upper bound, since one of them runs. Point-to-point
-`send` and `recv` are not collectives and are not read.
+Limits: a conditional's branches count once each, an upper bound, since one of them runs, but where the caller
+knows by its name how often it is taken. Point-to-point `send` and `recv` are not collectives and are not read.
 """
 
 import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from graphlib import TopologicalSorter
 
 from jaxpar.audit.groups import UNKNOWN, grouping_of, span
-from jaxpar.audit.hlo_text import Computation, Instruction, Module, arrays, trip_count, type_bytes
+from jaxpar.audit.hlo_text import Computation, Instruction, Module, arrays, share_taken, trip_count, type_bytes
 from jaxpar.audit.schedule import Window, all_windows
 from jaxpar.audit.work import Work
 
@@ -56,27 +57,31 @@ class Collective:
     """The instruction's."""
 
 
-def read_collectives(hlo_text: str, mesh: Mapping[str, int]) -> list[Collective]:
+def read_collectives(
+    hlo_text: str, mesh: Mapping[str, int], taken: Mapping[str, Fraction] | None = None
+) -> list[Collective]:
     """The program's collectives, in the text's order. Groups of one device do not communicate: left out.
 
-    `mesh` has the axes' sizes, outermost first: HLO numbers devices by their row-major place in the mesh.
+    `mesh` has the axes' sizes, outermost first: HLO numbers devices by their row-major place in the mesh. `taken` has
+    the share of times that the second branch of a `lax.cond` in a `jax.named_scope` is taken, by the scope's name, for
+    conditionals whose other branch has no collective.
 
-    Raises ValueError if the program is for another number of devices, or if the trip count of a loop around a
-    collective is stated neither by XLA nor by the loop's own constants.
+    Raises ValueError if the program is for another number of devices, if the trip count of a loop around a
+    collective is stated neither by XLA nor by the loop's own constants, or if shares do not make whole executions.
     """
-    module = Module.parse(hlo_text)
-    return collectives_of(module, Work(module), mesh)
+    return collectives_of(Work(Module.parse(hlo_text), taken), mesh)
 
 
-def collectives_of(module: Module, work: Work, mesh: Mapping[str, int]) -> list[Collective]:
+def collectives_of(work: Work, mesh: Mapping[str, int]) -> list[Collective]:
     """Likewise, of a parsed program."""
+    module = work.module
     num_devices = math.prod(mesh.values())
     if module.num_partitions != num_devices:
         raise ValueError(
             f"the program is compiled for {module.num_partitions} devices, but mesh {dict(mesh)} has "
             f"{num_devices}; pass the sizes of the mesh that it was compiled for"
         )
-    executions = _executions(module)
+    executions = _executions(module, work.taken)
     windows = all_windows(module)
     # A program repeats few groupings, each long to parse: 16,384 devices may be listed one by one.
     cached_span = functools.cache(functools.partial(span, mesh=mesh))
@@ -136,7 +141,7 @@ def _op(computation: Computation, instruction: Instruction) -> str:
     return "reduce-scatter" if is_sliced else op
 
 
-def _executions(module: Module) -> dict[str, int]:
+def _executions(module: Module, taken: Mapping[str, Fraction]) -> dict[str, int]:
     """How often each computation runs per run of the program; 0 for those that lead to no collective."""
     callees = {c.name: [callee for _, _, callee in c.calls] for c in module.computations.values()}
     callees_first = list(TopologicalSorter(callees).static_order())
@@ -144,17 +149,27 @@ def _executions(module: Module) -> dict[str, int]:
     for name in callees_first:
         holds_any = bool(module.computations[name].collectives)
         communicates[name] = holds_any or any(communicates[callee] for callee in callees[name])
-    executions = dict.fromkeys(callees_first, 0)
-    executions[module.entry] = 1
+    executions = dict.fromkeys(callees_first, Fraction(0))
+    executions[module.entry] = Fraction(1)
     for name in reversed(callees_first):
         computation = module.computations[name]
         for caller, role, callee in computation.calls if executions[name] else ():
             if communicates[callee]:  # a loop that does not may have no static trip count
-                executions[callee] += executions[name] * _repetitions(module, computation, caller, role)
-    return executions
+                executions[callee] += executions[name] * _repetitions(module, computation, caller, role, taken)
+    for name, count in executions.items():
+        if count.denominator > 1 and module.computations[name].collectives:
+            raise ValueError(
+                f"%{name} holds collectives and would run {count} times; state how often the conditional around it is "
+                "taken as a share of the trips of its loop"
+            )
+    return {name: int(count) for name, count in executions.items()}
 
 
-def _repetitions(module: Module, computation: Computation, caller: Instruction, role: str) -> int:
+def _repetitions(
+    module: Module, computation: Computation, caller: Instruction, role: str, taken: Mapping[str, Fraction]
+) -> int | Fraction:
+    if caller.opcode == "conditional":
+        return share_taken(caller, taken)
     if caller.opcode != "while":
         return 1
     trips = trip_count(module, computation, caller)

@@ -9,7 +9,9 @@ Source: XLA's HLO text and https://openxla.org/xla/operation_semantics.
 import functools
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import NamedTuple
 
 COLLECTIVES = frozenset(
@@ -29,6 +31,7 @@ _CALLEES = re.compile(
 )
 _FREE_TEXT = re.compile(r"\b(?:frontend_attributes|metadata|backend_config)=")  # last, and any text
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_COND_SCOPE = re.compile(r'op_name="(?:[^"]*/)?([^"/]+)/cond"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"(?:pred|[a-z]+(\d+)\w*)\[([^\]]*)\]")
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -129,6 +132,13 @@ def arrays(type_: str) -> list[tuple[int, tuple[int, ...]]]:
 def type_bytes(type_: str) -> int:
     """The bytes of an array, or of all in a tuple; dtypes of less than 8 bits are packed."""
     return sum(math.ceil(math.prod(dims) * bits / 8) for bits, dims in arrays(type_))
+
+
+def share_taken(conditional: Instruction, taken: Mapping[str, Fraction]) -> Fraction | int:
+    """By the name of its scope; 1 if that has none."""
+    # Its own scope is the last: what is in a branch has the branch's scope before its own.
+    scope = first(_COND_SCOPE, conditional.rest)
+    return taken.get(scope, 1) if scope else 1
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:

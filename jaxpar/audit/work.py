@@ -1,8 +1,8 @@
 """What a compiled program computes: FLOPs of its matmuls and kernels, bytes its fusions touch, the compiler's cycles.
 
 A loop's body counts as often as it runs. A loop whose trip count depends on data (tiles of attention that a mask
-admits) counts `dynamic_trips` times; of a conditional's branches the costliest counts, for `branch_share` of the
-conditional's runs (a pipeline's stage is at one kind of work in a part of the ticks).
+admits) counts `dynamic_trips` times; of a conditional's branches the costliest counts, for the share of its runs that
+`taken` has for its scope (a pipeline's stage is at one kind of work in a part of the ticks).
 
 FLOPs are of dots and convolutions, a multiply-add as two (a convolution's by XLA's HloCostAnalysis: only pairs of
 input and window within bounds), of matmuls in cuBLAS's calls, and of attention kernels by convention: 4 x queries x
@@ -12,12 +12,13 @@ keys x heads x head_dim forward, masked or not, and 8 backward.
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
-from jaxpar.audit.hlo_text import Computation, Instruction, Module, arrays, first, trip_count, type_bytes
+from jaxpar.audit.hlo_text import Computation, Instruction, Module, arrays, first, share_taken, trip_count, type_bytes
 
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _CUBLAS_CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
@@ -33,8 +34,6 @@ _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
 )
 """What runs nothing."""
-_INSIDE = frozenset({"fusion", "reduce", "scatter", "sort", "map", "reduce-window", "select-and-scatter"})
-"""Whose computations are a part of the one kernel."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +46,31 @@ class Kernel:
     """Of one execution."""
 
 
+_Own = Callable[[Computation, Instruction], float]
+
+
 class Work:
     """Sums over a module, of what one device does in one run."""
 
-    def __init__(self, module: Module, dynamic_trips: float = 1.0, branch_share: float = 1.0):
+    def __init__(self, module: Module, taken: Mapping[str, Fraction] | None = None, dynamic_trips: float = 1.0):
         self.module = module
+        self.taken = taken or {}
         self._dynamic_trips = dynamic_trips
-        self._branch_share = branch_share
+        self._totals: dict[tuple[_Own, str], float] = {}
 
     @functools.cached_property
     def flops(self) -> float:
-        return self._total(instruction_flops, self.module.entry)
-
-    @functools.cached_property
-    def estimated_cycles(self) -> float | None:
-        """The compiler's own, where it states any; kernels are not among them."""
-        return (
-            self._total(lambda _, instruction: float(first(_CYCLES, instruction.rest) or 0), self.module.entry) or None
-        )
+        return self.total(instruction_flops)
 
     @functools.cached_property
     def kernel_flops(self) -> float:
         """Of `flops`, those of custom calls."""
-        return self._total(_custom_call_flops, self.module.entry)
+        return self.total(_custom_call_flops)
+
+    @functools.cached_property
+    def estimated_cycles(self) -> float | None:
+        """The compiler's own, where it states any; kernels are not among them."""
+        return self.total(own_cycles) or None
 
     def kernels(self) -> list[Kernel]:
         """Every custom call of the text that has FLOPs."""
@@ -80,55 +81,39 @@ class Work:
                     found.append(Kernel(first(_TARGET, instruction.rest) or "", instruction.op_name, flops))
         return found
 
-    def flops_of(self, computation: Computation, instruction: Instruction) -> float:
-        """With all that the instruction calls, loops in full."""
-        return self.sum_of(instruction_flops, computation, instruction)
+    def total(self, own: _Own) -> float:
+        """The sum of `own` over all that runs."""
+        return self._of_computation(own, self.module.entry)
 
-    def sum_of(
-        self, own: Callable[[Computation, Instruction], float], computation: Computation, instruction: Instruction
-    ) -> float:
-        """`own` of the instruction and of all that it runs."""
-        return own(computation, instruction) + self._called(own, computation, instruction, False)
-
-    def _total(self, own: Callable[[Computation, Instruction], float], name: str, in_branch: bool = False) -> float:
-        return self._cached(own, name, in_branch)
-
-    @functools.cache  # noqa: B019  (a Work lives as long as its module)
-    def _cached(self, own: Callable[[Computation, Instruction], float], name: str, in_branch: bool) -> float:
-        computation = self.module.computations[name]
-        return sum(
-            own(computation, instruction) + self._called(own, computation, instruction, in_branch)
-            for instruction in computation.instructions.values()
-        )
-
-    def _called(
-        self,
-        own: Callable[[Computation, Instruction], float],
-        computation: Computation,
-        instruction: Instruction,
-        in_branch: bool,
-    ) -> float:
+    def of(self, own: _Own, computation: Computation, instruction: Instruction) -> float:
+        """`own` of one instruction and of all that it runs, loops in full."""
+        total = own(computation, instruction)
         callees = instruction.callees
         if not callees:
-            return 0.0
+            return total
         if instruction.opcode == "conditional":
-            share = 1.0 if in_branch else self._branch_share
-            return share * max(self._total(own, name, True) for _, name in callees)
+            share = float(share_taken(instruction, self.taken))
+            return total + share * max(self._of_computation(own, name) for _, name in callees)
         times = 1.0
         if instruction.opcode == "while":
             trips = trip_count(self.module, computation, instruction)
             times = self._dynamic_trips if trips is None else trips
-        return times * sum(self._total(own, name, in_branch) for _, name in callees)
+        return total + times * sum(self._of_computation(own, name) for _, name in callees)
+
+    def _of_computation(self, own: _Own, name: str) -> float:
+        if (own, name) not in self._totals:
+            computation = self.module.computations[name]
+            self._totals[own, name] = sum(self.of(own, computation, each) for each in computation.instructions.values())
+        return self._totals[own, name]
+
+
+def own_cycles(_: Computation, instruction: Instruction) -> float:
+    return float(first(_CYCLES, instruction.rest) or 0)
 
 
 def runs_on_its_own(instruction: Instruction) -> bool:
     """Whether it is a kernel, and not a name for a part of something or what calls further ones."""
     return instruction.opcode not in _FREE and instruction.opcode not in ("while", "conditional", "call")
-
-
-def is_inside(caller: Instruction) -> bool:
-    """Whether what it calls is a part of its own kernel."""
-    return caller.opcode in _INSIDE
 
 
 def instruction_flops(computation: Computation, instruction: Instruction) -> float:

@@ -39,14 +39,16 @@ def add(commands) -> None:
     plan.add_argument("--framework", default="jaxpar", help="whose memory and overheads; by default our own")
     plan.add_argument("--top", type=positive, default=10, metavar="N", help="layouts to show; by default 10")
     plan.add_argument("--explain", action="store_true", help="examples of what fell out, and on which links axes lie")
-    plan.add_argument("--plot", type=Path, metavar="FILE.svg|png", help="memory by part, of each layout shown")
+    plan.add_argument(
+        "--plot", type=Path, metavar="FILE.svg|png", help="memory by part of each layout shown; FILE-time: its seconds"
+    )
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(run=_plan)
 
 
 def _plan(given: argparse.Namespace) -> None:
     # Here, since they take a second to import.
-    from jaxpar.planning import memory_plot
+    from jaxpar.planning import memory_plot, plots
     from jaxpar.planning.planner import plan
     from jaxpar.planning.space import Request
 
@@ -73,6 +75,8 @@ def _plan(given: argparse.Namespace) -> None:
         raise ValueError(_nothing(found))
     if given.plot is not None:
         memory_plot.save(found.ranked, given.plot)
+        times = {memory_plot.label(choice): choice.time for choice in found.ranked}
+        plots.step_time(times, given.plot.with_stem(f"{given.plot.stem}-time"))
     if given.json:
         print(json.dumps([_row(choice) for choice in found.ranked]))
         return

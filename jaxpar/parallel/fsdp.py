@@ -21,7 +21,7 @@ from jaxpar.parallel.axes import TOKEN_AXES
 GATHERED = "gathered_weight"
 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]
-"""Which dims of an array are cut over which mesh axes."""
+"""Which dims of an array are cut over which mesh axes, in the order in which they are gathered."""
 
 
 def gather(
@@ -58,8 +58,8 @@ _gather.defvjp(_forward, _backward)
 
 
 def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts) -> Float[Array, "..."]:
-    """This rank's part of the sum over the ranks."""
-    for dim, axes in cuts:
+    """This rank's part of the sum over the ranks: what was gathered last is cut first."""
+    for dim, axes in reversed(cuts):
         addends = lax.psum_scatter(addends, axes, scatter_dimension=dim, tiled=True)
     return addends
 

@@ -174,11 +174,12 @@ class Layout:
         return self._cuts(spec, TOKEN_AXES)
 
     def _cuts(self, spec: P, over: frozenset[str]) -> fsdp.Cuts:
+        """Outermost axes first: the slower a link, the smaller what is gathered over it."""
         cuts = (
             (dim, self.present([axis for axis in axes_of(part) if axis in over]))
             for dim, part in enumerate(spec.partitions)
         )
-        return tuple((dim, axes) for dim, axes in cuts if axes)
+        return tuple(sorted(((dim, axes) for dim, axes in cuts if axes), key=lambda cut: MESH_AXES.index(cut[1][0])))
 
     def in_stages(self) -> "Layout":
         """Of what stages compute, with weights that `before_stages` made whole: over the axes that tokens are cut over,

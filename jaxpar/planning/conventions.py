@@ -26,6 +26,8 @@ class Convention:
     is_one_program: bool = False
     """All stages of a pipeline run one program: each has the fullest one's arrays, embedding and head are cut over the
     stages, and a stage keeps a microbatch's input alone and runs its forward pass again."""
+    gathers_kernels: bool = False
+    """FSDP gathers a kernel as it is used; else a layer ahead of time, embedding and head for the whole step."""
     remakes_elementwise: bool = False
     """Norms' outputs and the MLP's product are made again, which costs no matrix product."""
     logit_bytes: float = 12.0
@@ -80,7 +82,7 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                 2,
                 12,
                 kept="scores",
-                reserved=_TORCH,
+                reserved=int(3.5 * GIB),
             ),
             Convention(
                 "megatron-core",
@@ -129,7 +131,15 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                 logit_bytes=6,
                 reserved=_TORCH,
             ),
-            Convention("maxtext", "float32 parameters and moments, all cut", 4, 4, 8, logit_bytes=6),
+            Convention(
+                "maxtext",
+                "float32 parameters and moments, all cut, by XLA's own partitioner",
+                4,
+                4,
+                8,
+                gathers_kernels=True,
+                logit_bytes=6,
+            ),
         )
     }
 )

@@ -17,7 +17,6 @@ from jaxpar.planning.calibration import Calibration
 from jaxpar.planning.flops import attention_flops_per_token
 from jaxpar.planning.job import Job
 from meshes.spec import Chip
-from models.config import ModelConfig
 
 # Reads and writes of an activation, 2 bytes each, in units of the stream's width and of the MLP's, forward and
 # backward. Separate kernels: two norms (2 each) and two additions (3 each), 3 each backward; GELU 2 and 3; SwiGLU's two

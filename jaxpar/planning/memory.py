@@ -15,6 +15,7 @@ Held against compiled programs in tests/test_memory.py.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -193,6 +194,10 @@ class Footprint:
     def __init__(self, job: Job, convention: Convention, cases: Cases):
         self._job, self._convention, self._cases = job, convention, cases
         found = shares(job.model, job.mesh)
+        if not convention.is_one_program:
+            # Others cut one flat buffer: no dim is there to be divided.
+            ranks = math.prod(job.mesh[axis] for axis in ("fsdp", "expert", "context"))
+            found = found.flat(ranks, ranks * job.mesh["data"])
         self._moe_share = num_moe_layers(job.model) / job.model.num_layers
         self._layer = found.layers(1 - self._moe_share, self._moe_share)
         self._of = sizes(job, cases.microbatches)
@@ -203,6 +208,8 @@ class Footprint:
             self._embedding, self._head = found.embedding * (1 / cut), found.head * (1 / cut)
         else:
             self._embedding, self._head = found.embedding * cases.has_embedding, found.head * cases.has_head
+        self._operands: Numbers = 0.0
+        """Of a chunk's weight gradients that wait, one microbatch."""
         self._fixed = self._compiled() if convention.is_one_program else self._framework()
 
     @property
@@ -219,7 +226,8 @@ class Footprint:
         per_pass = layers / self._cases.chunks if convention.is_one_program else layers
         kept, again = self._kept(remat, per_pass, text)
         if not convention.is_one_program:
-            return self._sum(self._cases.held * kept, {"working": again})
+            working = working_bytes(job, self._of) * (0.5 if remat.keeps_all else 1.0)  # half of it is kept already
+            return self._sum(self._cases.held * kept, {"working": working + again})
         others: dict[str, Numbers] = {}
         if remat.keeps_all and job.zero == 3 and job.mesh["pipe"] == 1 and job.reshard_after_forward:
             others["gathered weights"] = job.compute_bytes * self._own.kept
@@ -227,8 +235,11 @@ class Footprint:
             rest = layers % remat.every
             others["compiler's copies"] = np.where(rest > 0, 4 * self._layer.kept * (layers - rest), 0.0)
         if residuals:
-            # One more than are held at once: a chunk's before they are put to the others.
-            kept = kept * (self._cases.held * self._cases.chunks + 1)
+            # One more than are held at once: a chunk's before they are put to the others; and one that an input's
+            # gradient is made of, beside what it leaves for the weights'.
+            splits = self._cases.waiting > 0
+            kept = kept * (self._cases.held * self._cases.chunks + 1 + splits)
+            others["waiting weight gradients"] = splits * self._operands
         return self._sum(kept + again, others)
 
     def _sum(self, activations: Numbers, others: Mapping[str, Numbers]) -> StageMemory:
@@ -267,7 +278,6 @@ class Footprint:
         job, convention, of = self._job, self._convention, self._of
         parameters, gradients, optimizer = self._state(self._own + self._embedding + self._head)
         others: dict[str, Numbers] = {
-            "working": working_bytes(job, of),
             "reserved": float(convention.reserved),
             "logits": convention.logit_bytes
             * of.tokens
@@ -275,13 +285,17 @@ class Footprint:
             / job.mesh["tensor"]
             * self._cases.has_head,
         }
-        if self._is_cut:
+        if self._is_cut and convention.gathers_kernels:
+            # Two, one of them ahead of time, and one's whole gradient.
+            kernel = job.model.embed_dim * job.model.mlp_dim / job.mesh["tensor"]
+            others["gathered weights"] = 3 * job.compute_bytes * kernel
+        elif self._is_cut:
             # A whole stage's weights, or two layers', one of them ahead of time; and a layer's whole gradient.
             layers = 2 * self._layer.whole if job.reshard_after_forward else self._own.whole
             weights = job.compute_bytes * (layers + self._embedding.whole + self._head.whole)
             others["gathered weights"] = weights + convention.gradients * self._layer.whole
         if job.mesh["pipe"] > 1:
-            others["between stages"] = 4 * job.compute_bytes * of.stream
+            others["between stages"] = 2 * job.compute_bytes * of.stream
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
 
     def _compiled(self) -> StageMemory:
@@ -315,11 +329,11 @@ class Footprint:
         job, short, of, cases = self._job, self._job.compute_bytes, self._of, self._cases
         ends = (self._embedding.whole + self._head.whole) * (job.mesh["pipe"] if self._convention.is_one_program else 1)
         whole, part = self._own.whole + ends, self._own.whole / cases.chunks
-        operands = self._mixed(operand_bytes(job, of)) * (cases.layers / cases.chunks)
+        self._operands = self._mixed(operand_bytes(job, of)) * (cases.layers / cases.chunks)
         others = {
             "working": working_bytes(job, of),
             "between stages": cases.slots * short * of.stream,
-            "waiting weight gradients": cases.waiting * operands,
+            "waiting weight gradients": cases.waiting * self._operands,
             "gathered weights": short * ((whole if job.zero == 3 else ends) + np.where(cases.chunks > 1, part, 0.0)),
         }
         return StageMemory(parameters, 4 * whole + short * part, optimizer, 0.0, others)

@@ -9,6 +9,7 @@ from jaxpar.planning.memory import PARTS
 from jaxpar.planning.planner import Choice
 
 _COLORS = ("#3f76bf", "#3d9970", "#dd9a34", "#c2513a", "#8a8a8a")
+_DPI = 150
 _SUFFIXES = (".png", ".svg")
 GIB = 2**30
 
@@ -27,8 +28,8 @@ def save(choices: Sequence[Choice], path: Path) -> None:
         stages = choices[0].memory.stages
         bars = {f"stage {number}": stage for number, stage in enumerate(stages)} if len(stages) > 1 else {"": stages[0]}
     else:
-        bars = {_label(choice): choice.memory.fullest for choice in choices}
-    figure = Figure(figsize=(8, 1.6 + 0.42 * len(bars)), layout="constrained")
+        bars = {label(choice): choice.memory.fullest for choice in choices}
+    figure = Figure(figsize=(8, 1.4 + 0.45 * len(bars)), layout="constrained")
     axes = figure.subplots()
     start = [0.0] * len(bars)
     for part, color in zip(PARTS, _COLORS, strict=True):
@@ -39,11 +40,13 @@ def save(choices: Sequence[Choice], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("GiB per device")
     axes.set_title(f"{choices[0].job.model.name} on {choices[0].job.num_devices:,} of {choices[0].job.cluster.name}")
-    axes.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, -0.1 - 1.2 / (1.6 + 0.42 * len(bars))))
-    figure.savefig(path)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=len(PARTS) + 1, fontsize=7, frameon=False)
+    figure.savefig(path, dpi=_DPI)
 
 
-def _label(choice: Choice) -> str:
+def label(choice: Choice) -> str:
+    """What tells a layout in a picture."""
     job = choice.job
     mesh = " ".join(f"{axis} {size}" for axis, size in job.mesh.items() if size > 1) or "1 device"
     return f"{mesh}\n{job.pipeline if job.mesh['pipe'] > 1 else f'remat {job.remat}'}"

@@ -21,7 +21,7 @@ from jaxpar.planning.conventions import convention as memory_convention
 from jaxpar.planning.flop_conventions import convention
 from jaxpar.planning.job import Job
 from jaxpar.planning.kernel_time import peak_flops
-from jaxpar.planning.memory import memory
+from jaxpar.planning.memory import Memory, memory
 from jaxpar.planning.run_defaults import (
     FRAMEWORKS,
     Framework,
@@ -123,7 +123,7 @@ def job_of(row: Mapping[str, Any], framework: Framework) -> Job:
         zero=1 if row.get("optimizer_sharded", framework.optimizer_sharded) and mesh["fsdp"] == 1 else 3,
         reshard_after_forward=not pipelined and row.get("sharding") != "SHARD_GRAD_OP",
         sequence_parallel=framework.name != "megatron-2021",
-        context=ContextStrategy.parse("allgather" if pipelined else "auto", "zigzag", mesh["context"], mesh["pipe"]),
+        context=ContextStrategy.parse("allgather" if pipelined else "auto", "zigzag", mesh["context"], pipelined),
         reduce_bytes=framework.reduce_bytes,
     )
 
@@ -217,6 +217,20 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "measured"} for row in rows]
 
 
+def memory_of_run(row: Mapping[str, Any], job: Job, framework: Framework) -> Memory:
+    """Of a run that ran, and so fitted: where it does not say what it recomputed, or the size of its microbatches, it
+    did so or took smaller ones if nothing else fits."""
+    convention = memory_convention(framework.name)
+    found = memory(job, convention)
+    if row.get("remat") is None and not found.fits:
+        job = job.replace(remat="full")
+        found = min(found, memory(job, convention), key=lambda each: each.fullest.total)
+    while row.get("microbatch") is None and not found.fits and job.microbatch_size % 2 == 0:
+        job = job.replace(num_microbatches=2 * job.num_microbatches)
+        found = memory(job, convention)
+    return found
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints {id: prediction}; a run that cannot be predicted is left out, and why is said on stderr."""
     predictions = {}
@@ -229,7 +243,7 @@ def main(argv: Sequence[str]) -> None:
         predictions[row["id"]] = {
             "tokens_per_second_per_device": found.time.tokens_per_second_per_device,
             "mfu": found.mfu,
-            "memory_bytes": memory(found.job, memory_convention(found.framework.name)).summary()["total"],
+            "memory_bytes": memory_of_run(row, found.job, found.framework).summary()["total"],
         }
     print(json.dumps(predictions, indent=1))
 

@@ -56,6 +56,14 @@ class Shares:
     head: Share
     """With the final norm; of tied embeddings that alone."""
 
+    def flat(self, ranks: int, state_ranks: int) -> "Shares":
+        """As flat buffers are cut, over so many ranks, of state over so many."""
+
+        def cut(share: Share) -> Share:
+            return Share(share.whole, share.whole / ranks, share.whole / state_ranks, 0.0)
+
+        return Shares(*(cut(each) for each in (self.dense, self.moe, self.embedding, self.head)))
+
     def layers(self, num_dense: float, num_moe: float) -> Share:
         return self.dense * num_dense + self.moe * num_moe
 

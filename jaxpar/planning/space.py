@@ -142,8 +142,8 @@ def obstacle(request: Request, mesh: Mapping[str, int]) -> Rejection | None:
         slow, fast = (level.bandwidth / 1e9 for level in (beyond, innermost))
         return cannot(
             "crosses a slow link",
-            f"tensor={tensor} crosses from one {innermost.name} of {innermost.size} to another, at {slow:.0f} GB/s, not "
-            f"{fast:.0f}",
+            f"tensor={tensor} crosses from one {innermost.name} of {innermost.size} to another, at {slow:.0f} GB/s, "
+            f"not {fast:.0f}",
         )
     parts = math.lcm(multiple(request.order, context), context * tensor)
     if request.seq_len % parts:
@@ -156,7 +156,8 @@ def obstacle(request: Request, mesh: Mapping[str, int]) -> Rejection | None:
             "indivisible: batch", f"{request.batch_size} sequences do not divide over {ranks} ranks of the batch{times}"
         )
     if not schedules(request, mesh["pipe"]):
-        return cannot("indivisible: layers", f"{model.num_layers} layers do not divide evenly over pipe={mesh['pipe']}")
+        asked = " and what was asked of it" if request.pipeline or request.chunks else ""
+        return cannot("too many stages", f"{model.num_layers} layers are too few for pipe={mesh['pipe']}{asked}")
     return None
 
 
@@ -209,7 +210,7 @@ def microbatches(request: Request, mesh: Mapping[str, int]) -> tuple[int, ...]:
 def _strategies(request: Request, mesh: Mapping[str, int]) -> list[ContextStrategy]:
     ranks, heads = mesh["context"], request.model.num_heads // mesh["tensor"]
     if request.context is not None or ranks == 1:
-        return [ContextStrategy.parse(request.context or "auto", request.order, ranks, mesh["pipe"])]
+        return [ContextStrategy.parse(request.context or "auto", request.order, ranks, branches=mesh["pipe"] > 1)]
     # A ring, Ulysses over all ranks, and over as many as lie on the innermost level: what leaves it goes round a ring.
     inside = max(1, request.cluster.levels[0].size // mesh["tensor"])
     groups = {1, math.gcd(ranks, inside), ranks} if mesh["pipe"] == 1 else {ranks}

@@ -36,11 +36,10 @@ from jaxpar.planning.kernel_time import (
     rates,
 )
 from jaxpar.planning.schedules import bubble as schedule_bubble
-from jaxpar.planning.shapes import num_moe_layers
 from jaxpar.planning.traffic import Traffic, TrafficSettings, activation_traffic, weight_traffic
 from meshes.mesh import MESH_AXES
 from models.config import ModelConfig
-from models.count import num_parameters
+from models.count import num_moe_layers, num_parameters
 
 _UPDATE_BYTES = {"adamw": 30.0, "lion": 22.0, "sgd": 14.0}
 """Read and written per parameter: master copy, moments and gradient in 4 bytes each, the weight in 2."""
@@ -145,7 +144,7 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
     rate = job.tokens_per_step / (ideal + jitter) / job.num_devices
     per_token = matmul_flops_per_token(model) + attention_flops_per_token(model, job.seq_len, causal=True)
     recomputed = recomputed_flops_per_token(model, job.seq_len, job.remat_policy)
-    if stages > 1 and calibration.framework.reruns_stages:
+    if _reruns(job, calibration):
         recomputed += _forward_flops_per_token(job)
     mfu = rate * 3 * per_token / peak_flops(job.cluster.chip, job.precision)
     times = microbatches * stage.layers
@@ -189,7 +188,7 @@ def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
     again = _recomputed_share(job) * (layer.matmul.forward + layer.attention.forward)
     if not job.remat_policy.keeps_all:
         again += layer.elementwise.forward
-    if calibration.framework.reruns_stages and stages > 1 and not job.pipeline_residuals:
+    if _reruns(job, calibration):
         again += layer.matmul.forward + layer.attention.forward + layer.elementwise.forward
     head = head_seconds(job, calibration, speeds)
 
@@ -202,6 +201,10 @@ def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
     last = max(0, math.floor((model.num_layers + worth) / stages - worth))
     others = math.ceil((model.num_layers - last) / (stages - 1))
     return max(stage(last, 1), stage(others, 0), key=lambda each: each.kernels)
+
+
+def _reruns(job: Job, calibration: Calibration) -> bool:
+    return calibration.framework.reruns_stages and job.mesh["pipe"] > 1 and not job.pipeline_residuals
 
 
 def _recomputed_share(job: Job) -> float:
