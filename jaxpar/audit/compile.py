@@ -85,8 +85,8 @@ class Program:
 def compile_step(config: Config, topology: Topology, timeout: float, use_cache: bool = True) -> Program:
     """The step that `train.py` runs with this config, compiled for a topology.
 
-    Raises ValueError, in one line, for what train.py or `devices_of` refuses, what the compiler refuses (a TPU's does so
-    where memory is short), and after `timeout` seconds.
+    Raises ValueError, in one line, for what train.py or `devices_of` refuses, for what the compiler refuses (a TPU's
+    does so where memory is short), and after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="jaxpar-audit-") as directory:
         work = Path(directory)

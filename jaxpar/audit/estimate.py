@@ -1,4 +1,4 @@
-"""How long a compiled step takes: what it computes, by the compiler's cycles or by a roofline, and what it sends exposed.
+"""How long a compiled step takes: what it computes, by the compiler's cycles or a roofline, and what it sends exposed.
 
     step     = compute + exposed
     compute  = cycles / clock where the compiler states cycles (TPUs), and kernels at their share of the peak; else, of
@@ -24,8 +24,8 @@ from meshes.clusters import Cluster
 from meshes.mesh import MESH_AXES
 
 CLOCKS = {"TPU-v4": 1.05e9, "TPU-v5e": 1.5e9, "TPU-v5p": 1.75e9, "TPU-v6e": 1.75e9, "TPU7x": 1.75e9}
-"""Hz: what peak FLOP/s are over 2 x multipliers, 4 arrays of 128 x 128 a core up to v5p, 256 x 256 and more after (How to
-Scale Your Model, "How to Think About TPUs"; of v4 Jouppi et al., arXiv 2304.01433)."""
+"""Hz: peak FLOP/s over 2 x multipliers, 4 arrays of 128 x 128 a core up to v5p (How to Scale Your Model, "How to Think
+About TPUs"; of v4 Jouppi et al., arXiv 2304.01433). What came after is taken to run as v5p does."""
 
 
 @dataclass(frozen=True)

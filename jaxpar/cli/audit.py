@@ -12,9 +12,9 @@ from rich.table import Table
 from jaxpar import config as configs
 from jaxpar.cli.arguments import positive
 
-_HELP = """Compile the train step for a machine that is not here and hold the program against the plan: memory, traffic by
-axis and what hides it, FLOPs, surprises, an estimate of the step's time. Takes train.py's flags."""
-_NUM_EXPOSED = 8
+_HELP = """Compile the train step for a machine that is not here and hold the program against the plan: memory, traffic
+by axis and what hides it, FLOPs, surprises, an estimate of the step's time. Takes train.py's flags."""
+_NUM_EXPOSED, _NAME_LENGTH = 8, 60
 
 
 def add(commands) -> None:
@@ -89,7 +89,8 @@ def _print(found) -> None:
     for each in exposed:
         how = "synchronous" if each.window is None else "no matmul beside it"
         console.print(
-            f"exposed: {each.op} over {'+'.join(each.axes)}, {each.count} x {_gb(each.bytes)} GB, {how}: {each.op_name}",
+            f"exposed: {each.op} over {'+'.join(each.axes)}, {each.count} x {_gb(each.bytes)} GB, {how}: "
+            + each.op_name[-_NAME_LENGTH:],
             highlight=False,
             markup=False,
         )
