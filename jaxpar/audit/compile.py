@@ -28,6 +28,7 @@ from jaxpar import config as configs
 from jaxpar import toml
 from jaxpar.audit.topology import TPU_ENVIRONMENT, Topology, devices_of
 from jaxpar.config import Config
+from jaxpar.kernels.attention import Kernel
 from jaxpar.parallel.axes import PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.training import compiler_options, optimizers, runtime, setup
 from jaxpar.training.model import Model
@@ -68,7 +69,7 @@ class Program:
     compile_seconds: float
     """When it was compiled."""
     options: dict[str, str | bool]
-    attention: str
+    attention: Kernel
     """The kernel for a whole sequence."""
     mesh: dict[str, int]
     device_kind: str
@@ -116,11 +117,14 @@ def _complaint(stderr: str) -> str:
 
 
 def _load(directory: Path, was_cached: bool) -> Program:
+    def parameter(fields: dict[str, Any]) -> Parameter:
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
+        return Parameter(**values)
+
     facts = json.loads((directory / _FACTS).read_text())
-    parameters = tuple(
-        Parameter(**{name: tuple(value) if isinstance(value, list) else value for name, value in each.items()})
-        for each in facts.pop("parameters")
-    )
+    parameters = tuple(map(parameter, facts.pop("parameters")))
     hlo = gzip.decompress((directory / _PROGRAM).read_bytes()).decode()
     return Program(hlo, parameters=parameters, was_cached=was_cached, **facts)
 

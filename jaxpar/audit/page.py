@@ -3,7 +3,7 @@
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.audit.report import Audit
 from jaxpar.config import Config
@@ -84,7 +84,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "<table>" + row(head, "th") + "".join(row(cells, "td") for cells in rows) + "</table>"
 
 
-def _figure(title: str, unit: str) -> tuple["Figure", object]:
+def _figure(title: str, unit: str) -> tuple["Figure", Any]:
     from matplotlib.figure import Figure  # a second to import
 
     figure = Figure(figsize=(5.2, 3.1), layout="constrained")
@@ -96,7 +96,7 @@ def _figure(title: str, unit: str) -> tuple["Figure", object]:
     return figure, axes
 
 
-def _stacked(axes, rows: dict[str, list[tuple[str, float, str]]]) -> None:
+def _stacked(axes: Any, rows: dict[str, list[tuple[str, float, str]]]) -> None:
     """Bars of parts (label, size, color), each label once in the legend."""
     labelled: set[str] = set()
     for row, parts in rows.items():
@@ -115,9 +115,14 @@ def _memory(audit: Audit) -> "Figure":
     outputs = program.outputs - program.aliased
     compiled = [("arguments", program.arguments, _BLUE), ("temporaries", program.temporaries, _ORANGE)]
     state = plan.parameters + plan.optimizer
-    planned = [("parameters, optimizer", state, _BLUE), ("gradients", plan.gradients, _GREEN)]
-    planned += [("activations, other", plan.total - state - plan.gradients, _ORANGE)]
-    rows = {"compiled": [*compiled, ("outputs", outputs, _GREY)], "planned": planned}
+    rows: dict[str, list[tuple[str, Any, str]]] = {
+        "compiled": [*compiled, ("outputs", outputs, _GREY)],
+        "planned": [
+            ("parameters, optimizer", state, "#6da5d3"),
+            ("gradients", plan.gradients, _GREEN),
+            ("activations, other", plan.total - state - plan.gradients, "#eba77f"),
+        ],
+    }
     _stacked(axes, {row: [(label, size / 1e9, color) for label, size, color in parts] for row, parts in rows.items()})
     axes.axvline(audit.limit / 1e9, color="#444", linewidth=1, linestyle="--")
     return figure

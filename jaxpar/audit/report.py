@@ -66,7 +66,7 @@ class Audit:
         return sum(op["overlapped_bytes"] for op in found) / max(1, sum(op["bytes"] for op in found))
 
     def as_json(self) -> dict[str, Any]:
-        program, fullest = self.program, self.plan.fullest
+        program = self.program
         return {
             "topology": self.topology,
             "mesh": {axis: size for axis, size in program.mesh.items() if size > 1},
@@ -81,7 +81,7 @@ class Audit:
                 "total": program.total,
                 "limit": self.limit,
             },
-            "planned_memory_bytes": round(fullest.total),
+            "planned_memory_bytes": self.plan.summary()["total"],
             "fits": self.fits,
             "flops": self.flops,
             "planned_flops": self.planned_flops,
