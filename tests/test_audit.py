@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import subprocess
 
 import pytest
@@ -71,7 +70,8 @@ def test_what_was_compiled_is_kept(on_h100s, monkeypatch):
 
 
 def test_the_command(on_h100s, tmp_path, capsys):
-    args = "audit --topology h100:1x8 --mesh fsdp=4,tensor=2 --batch-size 16 --seq-len 256 --json --strict".split()
+    args = ["audit", "--topology", "h100:1x8", "--mesh", "fsdp=4,tensor=2", "--json", "--strict"]
+    args += ["--batch-size", "16", "--seq-len", "256"]
     for name in ("vocab-size", "embed-dim", "num-layers", "num-heads", "num-kv-heads", "head-dim", "mlp-dim"):
         args += [f"--model.{name}", str(getattr(MODEL, name.replace("-", "_")))]
     page, text = tmp_path / "audit.html", tmp_path / "step.hlo"
@@ -79,7 +79,7 @@ def test_the_command(on_h100s, tmp_path, capsys):
         cli.main([*args, "--html", str(page), "--hlo", str(text)])
     assert stop.value.code == 0
     found = json.loads(capsys.readouterr().out)
-    assert KEYS <= found.keys()
+    assert found.keys() >= KEYS
     assert found["memory_bytes"].keys() == {"arguments", "temporaries", "outputs", "total", "limit"}
     assert found["collectives"]["fsdp"]["all-gather"].keys() == {"count", "bytes", "overlapped_bytes"}
     assert found["collectives"] == on_h100s.collectives
@@ -89,8 +89,6 @@ def test_the_command(on_h100s, tmp_path, capsys):
 
 def test_an_injected_collective_is_a_surprise(on_h100s):
     """An all-gather of what is no weight, and an all-to-all, over axes that send none such."""
-    line = re.search(r"\n( +%\S+ = bf16\[\d+[\d,]*\]\S* (?:fusion|custom-call)\(.*)", on_h100s.program.hlo)
-    assert line is not None
     entry = on_h100s.program.hlo.index("\nENTRY ")
     at = on_h100s.program.hlo.index("\n", entry + 1) + 1
     injected = (
