@@ -88,6 +88,8 @@ def collectives_of(work: Work, mesh: Mapping[str, int]) -> list[Collective]:
     collectives = []
     for computation in module.computations.values():
         count = executions[computation.name]
+        if (chained := computation.chained) and chained[1] != "start":
+            continue  # further parts of one that is counted where it starts
         for instruction in computation.collectives if count else ():
             axes, group_size = cached_span(grouping_of(instruction.name, instruction.attributes))
             if group_size > 1:

@@ -32,6 +32,8 @@ _CALLEES = re.compile(
 _FREE_TEXT = re.compile(r"\b(?:frontend_attributes|metadata|backend_config)=")  # last, and any text
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _COND_SCOPE = re.compile(r'op_name="(?:[^"]*/)?([^"/]+)/cond"')
+_CHAIN = 'chain_id="'
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"(?:pred|[a-z]+(\d+)\w*)\[([^\]]*)\]")
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -82,6 +84,18 @@ class Computation:
         while instruction.opcode in ("copy", "bitcast"):
             instruction = self.instructions[instruction.operands[0]]
         return instruction
+
+    @property
+    def chained(self) -> tuple[str, str] | None:
+        """(channel, "start", "step" or "done") of a fusion that holds a part of a TPU's asynchronous collective: the
+        compiler writes the whole collective into each, and runs steps of it beside the matmul of another fusion."""
+        for collective in self.collectives:
+            if _CHAIN in collective.rest:
+                calls = [each.rest for each in self.instructions.values() if each.opcode == "custom-call"]
+                ends = {"start": "AsyncCollectiveStart", "done": "AsyncCollectiveDone"}
+                part = next((part for part, target in ends.items() if any(target in rest for rest in calls)), "step")
+                return first(_CHANNEL, collective.rest) or "", part
+        return None
 
 
 @dataclass

@@ -20,13 +20,25 @@ class Window:
         return most if most and flops[most] > 0 else ""
 
 
-def windows(computation: Computation) -> dict[str, Window]:
-    """By the name of what starts, whether a collective's own operation or the wrapper of one."""
+def windows(module: Module, computation: Computation) -> dict[str, Window]:
+    """By the name of what starts: a collective's own operation, the wrapper of one, a fusion that holds one."""
     open_: dict[str, list[Instruction]] = {}
-    starts: dict[str, str] = {}  # what carries on with a start -> its name
+    starts: dict[str, str] = {}  # what carries on with a start, or its channel -> its name
     closed = {}
+    chained = {
+        caller.name: part
+        for caller, _, callee in computation.calls
+        if caller.opcode == "fusion" and (part := module.computations[callee].chained)
+    }
     for instruction in computation.instructions.values():
-        if instruction.opcode.endswith("-start"):
+        channel, part = chained.get(instruction.name, ("", ""))
+        if part == "start":
+            open_[instruction.name] = []
+            starts[channel] = instruction.name
+        elif part == "done" and starts.get(channel) in open_:
+            start = starts.pop(channel)
+            closed[start] = Window(computation, tuple(open_.pop(start)))
+        elif instruction.opcode.endswith("-start"):
             open_[instruction.name] = []
             starts[instruction.name] = instruction.name
         elif instruction.opcode.endswith(("-done", "-update")):
@@ -46,7 +58,7 @@ def all_windows(module: Module) -> dict[tuple[str, str], Window]:
     """Of every collective that is asynchronous, by (computation, its own operation's name)."""
     found = {}
     for computation in module.computations.values():
-        started = windows(computation)
+        started = windows(module, computation)
         for name, window in started.items():
             found[computation.name, name] = window
             for _, callee in computation.instructions[name].callees:

@@ -176,7 +176,7 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> fl
         scores = math.prod(int(size) for size in re.findall(r"\d+", first(_SCORES, instruction.rest) or "0"))
         head_dim = _dims(computation, instruction.operands[0])[-1]
         return (8.0 if target.endswith("Backward") else 4.0) * scores * head_dim
-    if match := _SPLASH.search(instruction.rest):
+    if match := _SPLASH.search(instruction.name):
         return _splash_flops(computation, instruction, match[1])
     return 0.0
 
