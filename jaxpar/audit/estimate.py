@@ -11,10 +11,11 @@ An estimate of a schedule, not a simulation: launches, and one stage's waits for
 bubble is not either: its ticks are.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxpar.audit.hlo import Collective
+from jaxpar.audit.hlo import UNKNOWN, Collective
 from jaxpar.audit.hlo_text import Computation, Instruction
 from jaxpar.audit.work import Work, instruction_flops, own_cycles, runs_on_its_own, touched_bytes
 from jaxpar.planning.calibration import ChipCalibration
@@ -102,21 +103,17 @@ def _inside_kernels(work: Work) -> frozenset[str]:
 
 def _transfer_seconds(collective: Collective, mesh: Mapping[str, int], cluster: Cluster, network: float) -> float:
     """Of one execution, on the slowest link that its axes cross."""
-    names = [axis for axis in collective.axes if axis in mesh]
-    size = _product(mesh, names)
-    if size <= 1:  # of groups that no axes make: over everything
-        names, size = [axis for axis in MESH_AXES if mesh[axis] > 1], _product(mesh, MESH_AXES)
-    stride = _product(mesh, MESH_AXES[MESH_AXES.index(names[-1]) + 1 :])
+    # Groups that no axes make may reach over all of them.
+    names = [
+        axis
+        for axis in MESH_AXES
+        if mesh[axis] > 1 and axis in (MESH_AXES if collective.axes == UNKNOWN else collective.axes)
+    ]
+    size = math.prod(mesh[axis] for axis in names)
+    stride = math.prod(mesh[axis] for axis in MESH_AXES[MESH_AXES.index(names[-1]) + 1 :])
     hop = cluster.latency(stride, size)
     bandwidth = cluster.bandwidth(stride, size) * network
     if collective.op in ("collective-permute", "collective-broadcast"):
         return collective.bytes / bandwidth + hop
     op = collective.op.removeprefix("ragged-").replace("-", "_")
     return bus_factor(op, size) * collective.bytes / bandwidth + hop
-
-
-def _product(mesh: Mapping[str, int], axes: Sequence[str]) -> int:
-    size = 1
-    for axis in axes:
-        size *= mesh[axis]
-    return size

@@ -1,5 +1,6 @@
 """The audit of a layout: the program that the real compiler makes for the real machine, held against the plan."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,9 +180,7 @@ def replicated(parameters: Sequence[Parameter], mesh: Mapping[str, int]) -> list
     surprises = []
     for each in parameters:
         if each.missing and each.num_bytes > SURPRISING * all_bytes:
-            cut = 1
-            for axis in each.axes:
-                cut *= mesh[axis]
+            cut = math.prod(mesh[axis] for axis in each.axes)
             what = f"{each.name} {list(each.shape)} is whole over {'+'.join(each.missing)}, which does not divide it"
             surprises.append(Surprise("replicated parameter", what, each.num_bytes // cut))
     return surprises
@@ -194,14 +193,10 @@ def gathered_activations(
     all_bytes = sum(each.bytes * each.count for each in collectives)
     sizes: set[int] = set()
     for parameter in parameters:
-        whole = 1
-        for dim in parameter.shape:
-            whole *= dim
-        for axis in parameter.axes:
-            whole //= mesh[axis] if axis not in TOKEN_AXES and axis != "data" else 1
-        stacked = parameter.shape[0] if parameter.logical[0] == "layers" else 1
-        # A layer's, or all that a stage has.
-        sizes |= {whole, whole // stacked * max(1, mesh["pipe"] if stacked > 1 else 1)}
+        others = [axis for axis in parameter.axes if axis not in TOKEN_AXES and axis != "data"]
+        whole = math.prod(parameter.shape) // math.prod(mesh[axis] for axis in others)
+        layers = parameter.shape[0] // mesh["pipe"] if parameter.logical[0] == "layers" else 1
+        sizes |= {whole, whole // layers}  # all that a stage has, or a layer's
     surprises = []
     for each in collectives:
         is_over_weights = not {*each.axes} - TOKEN_AXES - {"data"} and "context" not in each.axes
