@@ -26,27 +26,20 @@ def windows(module: Module, computation: Computation) -> dict[str, Window]:
     starts: dict[str, str] = {}  # what carries on with a start, or its channel -> its name
     closed = {}
     chained = {
-        caller.name: part
+        caller.name: chain
         for caller, _, callee in computation.calls
-        if caller.opcode == "fusion" and (part := module.computations[callee].chained)
+        if caller.opcode == "fusion" and (chain := module.computations[callee].chained) is not None
     }
     for instruction in computation.instructions.values():
         channel, part = chained.get(instruction.name, ("", ""))
-        if part == "start":
+        if part == "start" or instruction.opcode.endswith("-start"):
             open_[instruction.name] = []
-            starts[channel] = instruction.name
-        elif part == "done" and starts.get(channel) in open_:
-            start = starts.pop(channel)
-            closed[start] = Window(computation, tuple(open_.pop(start)))
-        elif instruction.opcode.endswith("-start"):
-            open_[instruction.name] = []
-            starts[instruction.name] = instruction.name
-        elif instruction.opcode.endswith(("-done", "-update")):
-            start = starts.get(instruction.operands[0])
-            if start is None:
-                continue
-            starts[instruction.name] = start
-            if instruction.opcode.endswith("-done") and start in open_:
+            starts[channel or instruction.name] = instruction.name
+        elif part == "done" or instruction.opcode.endswith(("-done", "-update")):
+            start = starts.get(channel or instruction.operands[0], "")
+            if instruction.opcode.endswith("-update"):
+                starts[instruction.name] = start
+            elif start in open_:
                 closed[start] = Window(computation, tuple(open_.pop(start)))
         elif runs_on_its_own(instruction) or instruction.opcode in ("while", "conditional", "call"):
             for between in open_.values():
