@@ -207,27 +207,28 @@ def touched_bytes(module: Module, computation: Computation, instruction: Instruc
 
 def _fusion_bytes(module: Module, computation: Computation, fusion: Instruction) -> float:
     fused = module.computations[dict(fusion.callees)["calls"]]
-    users: dict[str, list[Instruction]] = {}
+    users: dict[str, list[tuple[Instruction, int]]] = {}
     for instruction in fused.instructions.values():
-        for name in instruction.operands:
-            users.setdefault(name, []).append(instruction)
+        for place, name in enumerate(instruction.operands):
+            users.setdefault(name, []).append((instruction, place))
+
+    def behind_bitcasts(name: str) -> list[tuple[Instruction, int]]:
+        found = []
+        for user, place in users.get(name, []):
+            is_view = user.opcode in ("bitcast", "convert", "copy")
+            found += behind_bitcasts(user.name) if is_view else [(user, place)]
+        return found
+
     total = 0.0
-    updates = [each for each in fused.instructions.values() if each.opcode == "dynamic-update-slice"]
     for parameter in fused.instructions.values():
-        if parameter.opcode != "parameter":
-            continue
-        of = _users_behind_bitcasts(parameter, users)
-        if of and all(user.opcode in ("dynamic-slice", "slice", "gather") for user in of):
-            total += sum(type_bytes(user.type) for user in of)
-        elif not (of and all(user.opcode == "dynamic-update-slice" for user in of)):
-            total += type_bytes(parameter.type)
-    if updates:
-        return total + sum(type_bytes(fused.instructions[update.operands[1]].type) for update in updates)
-    return total + type_bytes(fusion.type)
-
-
-def _users_behind_bitcasts(made: Instruction, users: dict[str, list[Instruction]]) -> list[Instruction]:
-    found = []
-    for user in users.get(made.name, []):
-        found += _users_behind_bitcasts(user, users) if user.opcode in ("bitcast", "convert", "copy") else [user]
-    return found
+        if parameter.opcode == "parameter":
+            of = behind_bitcasts(parameter.name)
+            size = type_bytes(parameter.type)
+            if of and all(user.opcode == "dynamic-update-slice" and place == 0 for user, place in of):
+                size = 0  # written in place
+            elif of and all(user.opcode in ("dynamic-slice", "slice", "gather") for user, _ in of):
+                size = min(size, sum(type_bytes(user.type) for user, _ in of))
+            total += size
+    updates = [each for each in fused.instructions.values() if each.opcode == "dynamic-update-slice"]
+    written = [fused.instructions[update.operands[1]].type for update in updates] or [fusion.type]
+    return total + sum(map(type_bytes, written))
