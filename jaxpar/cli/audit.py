@@ -14,6 +14,10 @@ from jaxpar.cli.arguments import positive
 
 _HELP = """Compile the train step for a machine that is not here and hold the program against the plan: memory, traffic
 by axis and what hides it, FLOPs, surprises, an estimate of the step's time. Takes train.py's flags."""
+_FLAGS = """
+
+And: --topology CHIP:SHAPE (h100:32x8, hosts x GPUs; v5e:16x16; 2*v5p:4x4x4, slices; cpu:8), --json, --html FILE,
+--hlo FILE (the program's text), --strict (exit status 1 if there is a surprise), --timeout SECONDS, --no-cache."""
 _NUM_EXPOSED, _NAME_LENGTH = 8, 60
 
 
@@ -36,9 +40,9 @@ def run(args: Sequence[str], given: argparse.Namespace) -> None:
     from jaxpar.audit.report import audit
     from jaxpar.audit.topology import Topology
 
-    config = configs.parse(args, prog="jaxpar audit", description=_HELP)
+    config = configs.parse(args, prog="jaxpar audit", description=_HELP + _FLAGS)
     if given.topology is None:
-        raise ValueError("--topology is missing; give a machine to compile for, as h100:32x8 or v5e:16x16")
+        raise ValueError("--topology is missing; give a machine to compile for, as in --topology h100:32x8")
     topology = Topology.parse(given.topology)
     with Console(stderr=True).status(f"compiling for {topology.text}"):
         found = audit(config, topology, given.timeout, not given.no_cache)
