@@ -84,14 +84,14 @@ def test_the_command(on_h100s, tmp_path, capsys):
 
 
 def test_an_injected_collective_is_a_surprise(on_h100s):
-    """An all-gather of what is no weight, and an all-to-all, over axes that send none such."""
+    """An all-gather of what is no weight, and a permute, over axes that send none such."""
     entry = on_h100s.program.hlo.index("\nENTRY ")
     at = on_h100s.program.hlo.index("\n", entry + 1) + 1
     injected = (
         "  %q = bf16[77,4096]{1,0} custom-call()\n"
         "  %g = bf16[616,4096]{1,0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}\n"
         "  %a = bf16[77,4096,16]{2,1,0} custom-call()\n"
-        "  %b = bf16[77,4096,16]{2,1,0} all-to-all(%a), replica_groups=[4,2]<=[8], dimensions={0}\n"
+        "  %b = bf16[77,4096,16]{2,1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}\n"
     )
     hlo = on_h100s.program.hlo[:at] + injected + on_h100s.program.hlo[at:]
     found = report.read(dataclasses.replace(on_h100s.program, hlo=hlo), CONFIG, H100)
