@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.audit.compile import lower
 from jaxpar.audit.hlo import read_collectives, summarize
 from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig, OptimizerConfig
@@ -27,12 +27,10 @@ from jaxpar.parallel.pipeline.schedule import Schedule
 from jaxpar.parallel.pipeline.stack import slots_of
 from jaxpar.parallel.remat import Remat
 from jaxpar.planning.traffic import Stages, Traffic, TrafficSettings, ideal_expert_bytes, step_traffic
-from jaxpar.training import optimizers, pipelines, setup
+from jaxpar.training import pipelines, setup
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
-from jaxpar.training.step import abstract_state, make_step
-from meshes import build_mesh
 
 TOLERANCE = 1e-9
 """Of the loss, and of each gradient relative to its scale, in float64."""
@@ -250,27 +248,16 @@ def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax
     size = math.prod(mesh.values())
     if devices is None:
         devices = gpu_devices(f"h100:{size // 8}x8" if size % 8 == 0 else f"h100:1x{size}")
-    there = build_mesh(",".join(f"{axis}={n}" for axis, n in mesh.items()), "", devices)
-    model = setup.make_model(config, there)
-    # What a layout's strategies send is the same with any optimizer; Muon's own exchanges are not among it.
-    tx = optimizers.make(OptimizerConfig(), config.run.steps, model.names)
-    step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
+    sizes = ",".join(f"{axis}={n}" for axis, n in mesh.items())
+    config = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, mesh=sizes, dcn_mesh=""),
+        # What a layout's strategies send is the same with any optimizer; Muon's own exchanges are not among it.
+        optimizer=OptimizerConfig(clip_norm=config.optimizer.clip_norm),
+    )
     with jax.enable_x64(config.run.precision == "float64"):
-        # Before the mesh is current: nothing can be computed on devices that are not here.
-        arguments = abstract_state(model, tx), abstract_batch(config, model)
-        with jax.set_mesh(there):
-            return step.lower(*arguments).compile()
-
-
-def abstract_batch(config: Config, model: Model) -> Batch:
-    microbatches = config.parallel.grad_accumulation
-    shape = (microbatches, config.data.batch_size // microbatches, config.data.seq_len)
-    sharding = model.layout.sharding(model.layout.stacked_batch_spec())
-
-    def like(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    return Batch(like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.float32))
+        lowered, *_ = lower(config, devices, jax.default_backend())
+        return lowered.compile()
 
 
 def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:

@@ -418,6 +418,69 @@ def test_forms_that_collectives_are_printed_in(body, expected):
     assert all(c.axes == ("z",) for c in collectives)
 
 
+CHAINED = """\
+%begin (q: f32[64]) -> (f32[64], f32[128]) {
+  %q = f32[64]{0} parameter(0)
+  %g = f32[128]{0} all-gather(%q), channel_id=3, GROUPS, frontend_attributes={chain_id="0"}
+  ROOT %s = (f32[64]{0}, f32[128]{0}) custom-call(%q, %g), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (q: f32[64], a: f32[8,8]) -> f32[8,8] {
+  %q = f32[64]{0} parameter(0)
+  %a = f32[8,8]{1,0} parameter(1)
+  %g = f32[128]{0} all-gather(%q), channel_id=3, GROUPS, frontend_attributes={chain_id="0"}
+  ROOT %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%end (q: f32[64]) -> f32[128] {
+  %q = f32[64]{0} parameter(0)
+  %g = f32[128]{0} all-gather(%q), channel_id=3, GROUPS, frontend_attributes={chain_id="0"}
+  ROOT %e = f32[128]{0} custom-call(%g), custom_call_target="AsyncCollectiveDone"
+}
+
+%scatter (q: f32[64]) -> f32[32] {
+  %q = f32[64]{0} parameter(0)
+  %i = s32[] constant(0)
+  %r = f32[64]{0} all-reduce(%q), channel_id=4, GROUPS, to_apply=%sum
+  ROOT %o = f32[32]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={32}
+}
+""".replace("GROUPS", "replica_groups=[4,2]<=[8]")
+
+
+def test_what_tpus_fuse_collectives_with():
+    """Steps of a gather beside a matmul are one gather; a reduction of which each keeps a slice is a reduce-scatter."""
+    body = (
+        "  %a = f32[8,8]{1,0} constant(0)\n"
+        "  %s = (f32[64]{0}, f32[128]{0}) fusion(%p), kind=kCustom, calls=%begin\n"
+        "  %m = f32[8,8]{1,0} fusion(%p, %a), kind=kOutput, calls=%beside\n"
+        "  %e = f32[128]{0} fusion(%p), kind=kCustom, calls=%end\n"
+        "  %o = f32[32]{0} fusion(%p), kind=kCustom, calls=%scatter"
+    )
+    found = read_collectives(module(body, before=CHAINED), X2Y2Z2)
+    assert [(c.op, c.bytes, c.count, c.beside) for c in found] == [
+        ("all-gather", 512, 1, "m"),
+        ("reduce-scatter", 256, 1, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("between", "beside"),
+    [
+        ("", ""),
+        ("  %c = f32[64]{0} copy(%p)\n", ""),
+        ("  %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n", "d"),
+    ],
+)
+def test_what_runs_between_start_and_end(between, beside):
+    body = (
+        "  %a = f32[8,8]{1,0} constant(0)\n"
+        "  %g = (f32[64], f32[128]) all-gather-start(%p), replica_groups=[4,2]<=[8]\n"
+        f"{between}  %h = f32[128] all-gather-done(%g)\n"
+        "  %z = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    )
+    assert [c.beside for c in read_collectives(module(body), X2Y2Z2)] == [beside]
+
+
 def test_summary_adds_executions_up_by_axes_and_operation():
     def collective(op, axes, bytes_, count):
         return Collective(op, axes, bytes_, count, computation="main", op_name="")

@@ -11,7 +11,7 @@ from test_ladder import check_same
 from test_pipeline import by_one_device, by_pipeline, functions, toy, with_layers
 
 from jaxpar import verify
-from jaxpar.audit import hlo
+from jaxpar.audit import hlo, hlo_text
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.kinds import make
@@ -108,7 +108,7 @@ def test_evaluation_with_a_ring_in_every_stage():
 
 def collectives_in_branches(text: str) -> set[str]:
     """The operations of a compiled program that are in a conditional, of which there must be some."""
-    module = hlo._Module.parse(text)
+    module = hlo_text.Module.parse(text)
 
     def reached(name: str) -> set[str]:
         return {name}.union(*(reached(callee) for _, _, callee in module.computations[name].calls))

@@ -13,7 +13,7 @@ from test_ladder import check_same, config, num_devices
 from test_pipeline import by_one_device, functions, toy, with_layers
 
 from jaxpar import verify
-from jaxpar.audit import hlo
+from jaxpar.audit import hlo_text
 from jaxpar.config import Config, OptimizerConfig
 from jaxpar.parallel import layers
 from jaxpar.parallel.pipeline import executor
@@ -301,7 +301,7 @@ def test_equal_parts_have_no_conditional():
 def test_a_skipped_layer_as_compiled_for_gpus():
     """A branch holds a layer's collectives within its stage, and no permute."""
     asked = with_layers(3, "tiny", pipeline="1f1b", grad_accumulation=2)
-    module = hlo._Module.parse(verify.compiled_step(asked, parse_mesh("pipe=2,fsdp=2", 4)).as_text())
+    module = hlo_text.Module.parse(verify.compiled_step(asked, parse_mesh("pipe=2,fsdp=2", 4)).as_text())
 
     def reached(name: str) -> set[str]:
         return {name}.union(*(reached(callee) for _, _, callee in module.computations[name].calls))

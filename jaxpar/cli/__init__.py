@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxpar import config as configs
-from jaxpar.cli import attention, checkpoint, estimates, models, pipeline, plan, verify
+from jaxpar.cli import attention, audit, checkpoint, estimates, models, pipeline, plan, verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -16,12 +16,14 @@ class _Parser(argparse.ArgumentParser):
 def main(args: Sequence[str] | None = None) -> None:
     parser = _Parser(prog="jaxpar", description="The commands beside training.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for group in (verify, models, attention, checkpoint, pipeline, plan, estimates):
+    for group in (verify, audit, models, attention, checkpoint, pipeline, plan, estimates):
         group.add(commands)
     try:
         given, rest = parser.parse_known_args(args)
         if given.command == "verify":
             verify.run(rest, given.json)
+        elif given.command == "audit":
+            audit.run(rest, given)
         elif rest:
             known = vars(given).keys() - {"command", "action", "path", "run"}
             flags = sorted(f"--{name.replace('_', '-')}" for name in known)

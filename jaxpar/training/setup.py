@@ -31,9 +31,10 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     return build_mesh(config.parallel.mesh, config.parallel.dcn_mesh, devices)
 
 
-def make_model(config: Config, mesh: Mesh | None) -> Model:
-    """The config's model on a mesh, or with None on one device without one. Raises ValueError for sizes that the
-    mesh cannot cut."""
+def make_model(config: Config, mesh: Mesh | None, platform: str | None = None) -> Model:
+    """The config's model on a mesh, or with None on one device without one, with the kernels of a platform ("gpu"): of
+    the backend that runs, if not told what the mesh's devices are. Raises ValueError for sizes that the mesh cannot
+    cut."""
     dtypes = Precision.of(config.run)
     parallel = config.parallel
     sizes = mesh.shape if mesh is not None else {"pipe": 1, "context": 1, "tensor": 1}
@@ -52,7 +53,11 @@ def make_model(config: Config, mesh: Mesh | None) -> Model:
         dispatch=expert_strategy(config, device.platform, device.device_kind),
         grouped_kernel=_grouped_kernel(config, device.platform, dtypes.compute, sizes["tensor"]),
         packs_documents=config.data.pack_documents,
-        attention_kernel=_attention_kernel(config, dtypes.compute, sizes["context"]) if mesh is not None else "tiled",
+        attention_kernel=(
+            _attention_kernel(config, dtypes.compute, sizes["context"], platform or jax.default_backend())
+            if mesh is not None
+            else "tiled"
+        ),
         is_fp8=config.run.matmul == "fp8",
         schedule=schedule,
         layers_per_part=counts if len({*counts}) > 1 else None,
@@ -83,12 +88,11 @@ def _grouped_kernel(config: Config, platform: str, dtype: jnp.dtype, num_tensor_
     return grouped.choose(platform, dtype, (model.embed_dim, model.expert_mlp_dim // num_tensor_ranks))
 
 
-def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int) -> Kernel:
-    """For the backend that runs, not for devices that are only compiled for."""
+def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int, platform: str) -> Kernel:
     model = config.model
     return choose(
         config.parallel.attention,
-        jax.default_backend(),
+        platform,
         head_dim=model.head_dim,
         dtype=dtype,
         mask=AttentionMask(causal=True, window=model.sliding_window),

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar.config import Config
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.pipeline import kinds
@@ -135,6 +136,18 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> Tra
         whole=model.abstract_whole if model.keeps_whole_weights else None,
         loss_scale=jax.tree.map(like, jax.eval_shape(LossScale.initial)) if _is_scaled(model) else None,
     )
+
+
+def abstract_batch(config: Config, model: Model) -> Batch:
+    """Shapes [M, B, S], dtypes and shardings of a step's batch."""
+    microbatches = config.parallel.grad_accumulation
+    shape = (microbatches, config.data.batch_size // microbatches, config.data.seq_len)
+    sharding = model.layout.sharding(model.layout.stacked_batch_spec())
+
+    def like(dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return Batch(like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.float32))
 
 
 def with_whole_weights(model: Model, state: TrainState) -> TrainState:
