@@ -139,3 +139,42 @@ def test_what_a_row_leaves_out():
     assert all(job.check() is job for job in jobs.values())
     with pytest.raises(ValueError, match="no model is called"):
         predict_run({**ROWS[0], "model": {}, "model_name": "none"}, calibration_table())
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [("bf16", "bfloat16"), ("FP8-CS", "float8"), ("MXFP8", "float8"), ("NVFP4", "float4"), (None, "bfloat16")],
+)
+def test_precisions_as_people_write_them(text, ours):
+    assert command.precision_of(text) == ours
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("DGX-GB200", "GB200"), ("NVIDIA H100 80GB HBM3", "H100-SXM"), ("NVIDIA A100-SXM4-40GB", "A100-40GB")],
+)
+def test_chips_under_longer_names(name, ours):
+    assert chip_of(name).name == ours
+
+
+@pytest.mark.parametrize(
+    "missing", ["microbatch", "global_batch", "mesh", "remat", "pipeline_chunks", "precision", "devices_per_node"]
+)
+def test_a_run_that_lacks_a_field_is_predicted(missing):
+    for row in ROWS[:: len(ROWS) // 12]:
+        found = predict_run({key: value for key, value in row.items() if key != missing}, calibration_table())
+        assert 0.1 < found.mfu < 0.75
+
+
+def test_a_microbatch_that_is_left_to_the_framework():
+    automatic, unsaid = (predict_run(ROWS[0] | {"microbatch": each}, calibration_table()) for each in ("auto", None))
+    assert automatic == unsaid
+
+
+def test_a_row_that_cannot_be_read_leaves_the_others(tmp_path, capsys):
+    path = tmp_path / "runs.json"
+    path.write_text(
+        json.dumps([{**ROWS[0], "id": "bad", "pipeline": 3, "mesh": {"pipe": 2, "fsdp": 8}}, {"id": "worse"}, ROWS[0]])
+    )
+    command.main([str(path)])
+    assert ROWS[0]["id"] in json.loads(capsys.readouterr().out)

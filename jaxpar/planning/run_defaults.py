@@ -155,7 +155,7 @@ def default_chunks(model: ModelConfig, stages: int, framework: Framework) -> int
         return 1
     if framework.name == "llama3":
         return (model.num_layers + 2) // stages
-    depth = model.num_layers // stages
+    depth = max(1, model.num_layers // stages)
     divisors = [count for count in range(1, depth + 1) if depth % count == 0]
     if framework.name == "megatron-2021":
         return divisors[min(1, len(divisors) - 1)]
@@ -174,7 +174,14 @@ def default_microbatch(known: Chip, model: ModelConfig, framework: Framework) ->
     return _maxtext(_MAXTEXT_BATCH, known, model) if framework.name == "maxtext" else framework.microbatch
 
 
+def default_microbatches(stages: int) -> int:
+    """Where no batch is given: enough that the bubble is small (GPipe, arXiv 1811.06965, section 2.3)."""
+    return 4 * stages if stages > 1 else 1
+
+
 def remat_of(remat: str | None, known: Chip, model: ModelConfig, framework: Framework) -> str:
+    if remat == "minimal":  # MaxText's name
+        return "dots"
     if remat is None:
         return _maxtext(_MAXTEXT_REMAT, known, model) if framework.name == "maxtext" else framework.remat
     if remat == "selective" and framework.name == "torchtitan":

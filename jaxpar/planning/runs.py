@@ -27,12 +27,13 @@ from jaxpar.planning.run_defaults import (
     Framework,
     default_chunks,
     default_microbatch,
+    default_microbatches,
     gpt_of_size,
     maxtext_model,
     remat_of,
 )
 from jaxpar.planning.step_time import StepTime, predict
-from meshes.chips import chip
+from meshes.chips import chip, find_chip
 from meshes.clusters import Cluster, cluster_of, load_cluster
 from meshes.mesh import MESH_AXES
 from meshes.spec import Chip
@@ -42,6 +43,9 @@ from models.shapes import Shape
 
 _PRECISIONS = {"fp8": "float8", "fp4": "float4", "int8": "int8", "fp16": "float16"}
 """By what the name contains, as in mxfp8, nvfp4, amp_fp8; any other is bfloat16."""
+
+_NOT_OF_A_CHIP = ("NVIDIA", "DGX", "HGX")
+"""Words that stand before a chip's name."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Prediction:
 
 
 def framework_of(row: Mapping[str, Any]) -> Framework:
-    return next(known for known in FRAMEWORKS if known.mark in row["source"])
+    source = row["source"].lower()
+    return next(known for known in FRAMEWORKS if known.mark.lower() in source)
 
 
 def predict_run(row: Mapping[str, Any], table: CalibrationTable) -> Prediction:
@@ -103,8 +108,8 @@ def job_of(row: Mapping[str, Any], framework: Framework) -> Job:
     mesh = mesh_of(row)
     model = model_of(row, mesh["pipe"], framework)
     ranks = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-    microbatch = int(row.get("microbatch") or default_microbatch(known, model, framework))
-    batch_size = row.get("global_batch") or ranks * microbatch
+    microbatch = microbatch_of(row) or default_microbatch(known, model, framework)
+    batch_size = row.get("global_batch") or ranks * microbatch * default_microbatches(mesh["pipe"])
     num_microbatches = max(1, batch_size // (ranks * microbatch))
     pipelined = mesh["pipe"] > 1
     chunks = (row.get("pipeline_chunks") or default_chunks(model, mesh["pipe"], framework)) if pipelined else 1
@@ -116,7 +121,7 @@ def job_of(row: Mapping[str, Any], framework: Framework) -> Job:
         seq_len=row["seq_len"],
         batch_size=num_microbatches * ranks * max(1, batch_size // (ranks * num_microbatches)),
         num_microbatches=num_microbatches,
-        precision=next((ours for mark, ours in _PRECISIONS.items() if mark in row["precision"]), "bfloat16"),
+        precision=precision_of(row.get("precision")),
         pipeline="1f1b" if chunks == 1 and pipeline == "interleaved-1f1b" else pipeline,
         chunks=chunks,
         remat=remat_of(row.get("remat"), known, model, framework),
@@ -128,12 +133,23 @@ def job_of(row: Mapping[str, Any], framework: Framework) -> Job:
     )
 
 
+def microbatch_of(row: Mapping[str, Any]) -> int | None:
+    """Sequences; None where the row leaves them to the framework, as "auto" does."""
+    text = str(row.get("microbatch"))
+    return int(text) if text.isdecimal() else None
+
+
+def precision_of(text: str | None) -> str:
+    """The planner's name of a precision as people write it: "bf16", "FP8-CS", "NVFP4"."""
+    return next((ours for mark, ours in _PRECISIONS.items() if mark in (text or "").lower()), "bfloat16")
+
+
 def chip_of(name: str) -> Chip:
     """The chip of a name as people write it: "H100-SXM-80GB", "TPU v5e", "H100-SXM-96GB-2.4TBps-500W".
 
     ValueError, with the nearest names, for one that is not known.
     """
-    parts = re.split(r"[-_\s]+", name)
+    parts = [part for part in re.split(r"[-_\s]+", name) if part.upper() not in _NOT_OF_A_CHIP]
     sizes = [part for part in parts if re.fullmatch(r"[\d.]+(GB|TBps|W)", part)]
     stem = "-".join(part for part in parts if part not in sizes)
     memory = [part for part in sizes if part.endswith("GB")]
@@ -148,7 +164,7 @@ def chip_of(name: str) -> Chip:
             memory_bytes=int(memory[0][:-2]) * 10**9 if memory else known.memory_bytes,
             memory_bandwidth=bandwidth[0] if bandwidth else known.memory_bandwidth,
         )
-    return chip(stem)
+    return find_chip(name) or chip(stem)
 
 
 @functools.cache
@@ -173,7 +189,8 @@ def cluster_of_run(row: Mapping[str, Any], known: Chip, framework: Framework) ->
 def mesh_of(row: Mapping[str, Any]) -> dict[str, int]:
     """All six axes. Megatron's experts lie over ranks of the batch that other weights are replicated on, so that its
     axes without `expert` multiply to all devices; ours are axes of their own. What is left out is `data`."""
-    mesh = {axis: row["mesh"].get(axis) or 1 for axis in MESH_AXES}
+    given = row.get("mesh") or {}
+    mesh = {axis: given.get(axis) or 1 for axis in MESH_AXES}
     others = math.prod(size for axis, size in mesh.items() if axis != "expert")
     if mesh["expert"] > 1 and others == row["devices"]:
         mesh["expert"] = math.gcd(mesh["expert"], mesh["data"])
@@ -225,7 +242,7 @@ def memory_of_run(row: Mapping[str, Any], job: Job, framework: Framework) -> Mem
     if row.get("remat") is None and not found.fits:
         job = job.replace(remat="full")
         found = min(found, memory(job, convention), key=lambda each: each.fullest.total)
-    while row.get("microbatch") is None and not found.fits and job.microbatch_size % 2 == 0:
+    while microbatch_of(row) is None and not found.fits and job.microbatch_size % 2 == 0:
         job = job.replace(num_microbatches=2 * job.num_microbatches)
         found = memory(job, convention)
     return found
@@ -237,8 +254,8 @@ def main(argv: Sequence[str]) -> None:
     for row in read_runs(Path(argv[0])):
         try:
             found = predict_run(row, calibration_table())
-        except ValueError as error:
-            print(f"{row['id']}: {error}", file=sys.stderr)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            print(f"{row.get('id')}: {error}", file=sys.stderr)
             continue
         predictions[row["id"]] = {
             "tokens_per_second_per_device": found.time.tokens_per_second_per_device,

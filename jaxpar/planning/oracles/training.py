@@ -138,6 +138,8 @@ def total_flops(params: float, tokens: float) -> Quantities:
 @rule("llama3", flops="C")
 def scaling_law(flops: float, alpha: float, A: float) -> Quantities:
     """As the paper states them for 3.8e25 FLOPs: its printed coefficients are rounded too far to derive them."""
+    if flops <= 0:
+        raise ValueError(f"{flops:g} FLOPs are no budget: take more than 0")
     if abs(flops / 3.8e25 - 1) > 0.01:
         tokens = A * flops**alpha
         return {"tokens": tokens, "params": flops / (6 * tokens)}
