@@ -32,6 +32,7 @@ ONE_B = ModelConfig(
 
 
 CHUNKS = {"pipeline": "interleaved-1f1b", "chunks": 2}
+APART = {"pipeline": "zb-h1", "grad_accumulation": 8}
 KEPT = {"pipeline_residuals": True}
 
 
@@ -103,6 +104,7 @@ def slow(*values):
         slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {**CHUNKS, "grad_accumulation": 8}),
         slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8, **KEPT, "remat": "none"}),
         slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {"grad_accumulation": 8, **KEPT}),
+        slow(LLAMA_8B, sizes(pipe=4, fsdp=2), 16, 4096, {**KEPT, **APART, "remat": "none"}),
         slow(LLAMA_8B, sizes(pipe=4, tensor=2), 8, 4096, {"grad_accumulation": 8}),
         slow(LLAMA_8B, sizes(pipe=2, fsdp=2, tensor=2), 8, 4096, {"grad_accumulation": 4}),
         slow(LLAMA_8B, sizes(data=2, pipe=4), 16, 4096, {"grad_accumulation": 8, "zero": 1}),

@@ -45,7 +45,7 @@ def add(commands) -> None:
     partition.add_argument("--stages", type=int, required=True)
     partition.add_argument("--chunks", type=int, help="of the model, per stage; 1 by default")
     partition.add_argument("--placement", choices=("loop", "v"), help="of the chunks: zb-v and dualpipe-v have a v")
-    partition.add_argument("--seq-len", type=int, help="tokens, for attention's share; the model's own by default")
+    partition.add_argument("--seq-len", type=positive, help="tokens, for attention's share; the model's own by default")
     partition.add_argument(
         "--layer-times",
         metavar="E,L1,...,Ln,H",
@@ -79,10 +79,11 @@ def _schedule(given: argparse.Namespace) -> None:
 
     if given.draw is not None:
         draw.check_path(given.draw)
+    _check_size(given)
     forward, backward, weight = _numbers("--times", given.times, 3, "F,B,W")
     times = Times(forward, backward, weight, given.hop)
     if given.kind == "auto":
-        if (given.chunks or 1, given.slices or 1) != (1, 1):
+        if not {given.chunks, given.slices} <= {None, 1}:
             raise ValueError("--kind auto searches tables of one chunk and one slice; leave --chunks and --slices out")
         limit = math.inf if given.memory_limit is None else given.memory_limit
         table = auto(given.stages, given.microbatches, times, limit, given.deferred_size)
@@ -123,6 +124,19 @@ def _schedule(given: argparse.Namespace) -> None:
         numbers = value if isinstance(value, tuple) else (value,)
         shown.add_row(name, " ".join(f"{n:.5g}" if isinstance(n, float) else str(n) for n in numbers))
     console.print(shown)
+
+
+def _check_size(given: argparse.Namespace) -> None:
+    """A table takes some 50 microseconds an action, a search far longer, a bar of a drawing a millisecond."""
+    parts = max(given.chunks or 1, 1) * max(given.slices or 1, 1)
+    actions = 2 * given.stages * given.microbatches * parts
+    most = 20_000 if given.kind == "auto" else 10_000 if given.draw is not None else 200_000
+    if actions > most:
+        what = "a search" if given.kind == "auto" else "a drawing" if given.draw is not None else "a table"
+        raise ValueError(
+            f"{given.stages} stages x {given.microbatches} microbatches are {actions:,} actions, {what} has at most "
+            f"{most:,}; lower one of them"
+        )
 
 
 _OF_LAYERS = ("chunks", "placement", "layer_times")
@@ -195,7 +209,13 @@ def _partition_tokens(given: argparse.Namespace) -> None:
         return (fixed + slice_flops(model, length, before)) / stages
 
     coarse = next(length for length in range(-(-seq_len // 64), seq_len + 1) if seq_len % length == 0)
-    slices = token_slices(time, seq_len, stages, microbatches, given.granularity or coarse)
+    granularity = given.granularity or coarse
+    if not 2 <= seq_len // granularity <= 512 and seq_len > 1:
+        raise ValueError(
+            f"--seq-len {seq_len} in pieces of {granularity} tokens has {seq_len // granularity} places to cut at, not "
+            "2 to 512; give another --granularity, or a length that has more divisors"
+        )
+    slices = token_slices(time, seq_len, stages, microbatches, granularity)
     times = [time(length, sum(slices[:place])) for place, length in enumerate(slices)]
     faster = latency([time(seq_len, 0)], stages, microbatches) / latency(times, stages, microbatches)
     if given.json:

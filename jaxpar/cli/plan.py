@@ -177,7 +177,7 @@ def _print_one(console: Console, choice) -> None:
     rows += [("total", memory.fullest.total), ("limit", memory.limit)]
     times = [("compute", time.compute)]
     times += [(f"exposed {axes}", seconds) for axes, seconds in time.exposed.items() if seconds > 1e-4]
-    times += [("bubble", time.bubble), ("optimizer", time.optimizer), ("step", time.step)]
+    times += [("bubble", time.bubble), ("optimizer", time.optimizer), ("jitter", time.jitter), ("step", time.step)]
     table = Table("memory", "GiB", "time", "seconds")
     table.columns[1].justify = table.columns[3].justify = "right"
     for left, right in itertools.zip_longest(rows, times):

@@ -5,6 +5,7 @@ Collectives per step, in bytes of the whole weight W of a tensor rank (a ring mo
     all-gather      W x compute dtype, per microbatch: in the forward pass and again in the backward pass
                     (`reshard_after_forward`), or once
     reduce-scatter  W x reduction dtype, per microbatch
+An expert's kernel is cut over (context, fsdp), and gathered over those alone: `expert` cuts the experts.
 Limits: an embed dim that the axes do not divide is not cut over them; its gradient is then summed once a step.
 """
 
@@ -66,7 +67,8 @@ def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts) -> Float[Array, "..
 
 def save_all_but_gathered(primitive, *inputs, **params) -> bool:
     """A `jax.checkpoint` policy. Both ends of a gather are refused: the name, and the all-gather that it names, told
-    by its axes (and from one of K and V by a weight's fewer dims)."""
+    by its axes (from one of K and V by a weight's fewer dims, from one of tokens by being tiled)."""
     if primitive.name == "name":
         return params["name"] != GATHERED
-    return not (primitive.name == "all_gather" and TOKEN_AXES & {*params["axis_name"]} and inputs[0].ndim < 4)
+    is_weights = primitive.name == "all_gather" and params["tiled"] and inputs[0].ndim < 4
+    return not (is_weights and TOKEN_AXES & {*params["axis_name"]})

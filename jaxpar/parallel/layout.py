@@ -25,15 +25,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.kernels import attention as on_one_device
+from jaxpar.kernels import grouped
 from jaxpar.kernels.attention import Cache, Kernel
 from jaxpar.kernels.mask import AttentionMask, Tokens
-from jaxpar.parallel import context, data, fsdp, layers, tensor, vocab, zero
+from jaxpar.numerics import widened
+from jaxpar.parallel import context, data, expert, fsdp, layers, tensor, vocab, zero
 from jaxpar.parallel.axes import (
     ACTIVATION_RULES,
     PARAMETER_RULES,
     STATE_RULES,
     TOKEN_AXES,
     axes_of,
+    gathered_axes,
     mesh_axes,
     padded_vocab,
     partition_spec,
@@ -42,6 +45,7 @@ from jaxpar.parallel.axes import (
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import permutation
+from jaxpar.parallel.expert import ExpertStrategy
 from jaxpar.parallel.parameter import Parameter
 from jaxpar.parallel.pipeline import executor, stack
 from jaxpar.parallel.pipeline.schedule import Schedule
@@ -73,6 +77,9 @@ class Layout:
     context: ContextStrategy = dataclasses.field(default_factory=ContextStrategy)
     attention_kernel: Kernel = "tiled"
     """What attends where a device has the whole sequence."""
+    dispatch: ExpertStrategy = dataclasses.field(default_factory=ExpertStrategy)
+    grouped_kernel: grouped.Kernel = "dense"
+    """What multiplies tokens by their experts' kernels, under dropless dispatch."""
     packs_documents: bool = False
     """Whether sequences hold documents that attend to themselves alone: rounds of a ring may then be left out."""
     is_fp8: bool = False
@@ -129,18 +136,19 @@ class Layout:
         names = ("layers",) * (len(shape) - len(names)) + tuple(names)
         return partition_spec(names, PARAMETER_RULES if self.zero == 3 else STATE_RULES, self.mesh.shape, shape)
 
-    def whole_spec(self, spec: P) -> P:
+    def whole_spec(self, spec: P, names: Sequence[str | None]) -> P:
         """Under ZeRO-1 and 2, of the copy that a step computes with."""
-        return without(spec, TOKEN_AXES)
+        return without(spec, gathered_axes(names))
 
     def _met_spec(self, weight: Parameter) -> P:
         """As a step meets a parameter."""
-        return without(self.parameter_spec(weight.axes, weight.dims), self._whole_axes)
+        return without(self.parameter_spec(weight.axes, weight.dims), self._whole_axes(weight.axes))
 
-    @property
-    def _whole_axes(self) -> frozenset[str]:
-        """That cut no weight as a step meets it."""
-        return self.gathered_over | (TOKEN_AXES if self.zero < 3 else frozenset())
+    def _whole_axes(self, names: Sequence[str | None]) -> frozenset[str]:
+        """That cut no weight with these logical axes as a step meets it."""
+        needed = gathered_axes(names)
+        before = self.gathered_over - (TOKEN_AXES - needed)
+        return before | needed if self.zero < 3 else before
 
     @property
     def _vocab_axes(self) -> tuple[str, ...]:
@@ -169,9 +177,10 @@ class Layout:
         """The sharding of a scalar, or of anything whole on every device."""
         return self.sharding(P())
 
-    def token_cuts(self, spec: P) -> fsdp.Cuts:
-        """The dims of a parameter that are cut over axes which tokens are cut over, too."""
-        return self._cuts(spec, TOKEN_AXES)
+    def token_cuts(self, spec: P, names: Sequence[str | None]) -> fsdp.Cuts:
+        """The dims of a parameter with these logical axes that are cut over axes which tokens are cut over, too, and
+        gathered for them."""
+        return self._cuts(spec, gathered_axes(names))
 
     def _cuts(self, spec: P, over: frozenset[str]) -> fsdp.Cuts:
         """Outermost axes first: the slower a link, the smaller what is gathered over it."""
@@ -189,14 +198,29 @@ class Layout:
 
     def cuts_before_stages(self, spec: P, names: Sequence[str | None]) -> fsdp.Cuts:
         """The dims of a parameter that are gathered once for all of a pipeline's microbatches."""
-        return self._cuts(spec, self.gathered_over - ({executor.AXIS} if names[0] == "layers" else frozenset()))
+        over = self.gathered_over - (TOKEN_AXES - gathered_axes(names))
+        return self._cuts(spec, over - ({executor.AXIS} if names[0] == "layers" else frozenset()))
 
-    def cuts_in_stages(self, spec: P) -> fsdp.Cuts:
+    def cuts_in_stages(self, spec: P, names: Sequence[str | None]) -> fsdp.Cuts:
         """Those that are gathered in each action of a stage."""
-        return self._cuts(spec, TOKEN_AXES - self.gathered_over)
+        return self._cuts(spec, gathered_axes(names) - self.gathered_over)
 
     def padded_vocab(self, vocab_size: int) -> int:
         return padded_vocab(vocab_size, self.mesh.shape if self.mesh is not None else dict.fromkeys(MESH_AXES, 1))
+
+    def num_parts(self, name: str) -> int:
+        """Into how many an activation's logical axis is cut."""
+        return self.axis_size(*mesh_axes(self.spec(name)))
+
+    def part_index(self, name: str) -> Int[Array, ""]:
+        """Which of them this rank has, in the region."""
+        axes = self.present([axis for part in self.spec(name).partitions for axis in axes_of(part)])
+        return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
+
+    def places(self, num_tokens: int) -> Int[Array, " S"]:
+        """Where in the sequence this rank's tokens of it are, in the region."""
+        order = jnp.asarray(self.sequence_order(num_tokens * self.num_parts("seq")), jnp.int32)
+        return lax.dynamic_slice_in_dim(order, self.part_index("seq") * num_tokens, num_tokens)
 
     def sequence_order(self, seq_len: int) -> Int[np.ndarray, " S"]:
         """Which token of a sequence lies at each place of a batch's arrays."""
@@ -236,12 +260,12 @@ class Layout:
         """A weight in compute dtype with its FSDP axes gathered: the one named point of FSDP's traffic."""
         value = weight[...]
         if isinstance(value, Weight):
-            cuts = self.token_cuts(self.parameter_spec(weight.axes, weight.dims))
+            cuts = self.token_cuts(self.parameter_spec(weight.axes, weight.dims), weight.axes)
             return zero.gather(value, cuts, self.reduce_dtype)
-        cuts = self.token_cuts(self._met_spec(weight))
+        cuts = self.token_cuts(self._met_spec(weight), weight.axes)
         if isinstance(value, Observed | Apart):
             return dataclasses.replace(value, weight=fsdp.gathered(value.weight, cuts, self.compute_dtype))
-        if self.mesh is None or self._whole_axes >= TOKEN_AXES:
+        if self.mesh is None or self._whole_axes(weight.axes) >= gathered_axes(weight.axes):
             return value.astype(self.compute_dtype)
         return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype)
 
@@ -265,13 +289,21 @@ class Layout:
 
     def exit_tensor(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
         """x times a weight, row-parallel, summed over `tensor` into the residual stream."""
-        out = product(equation, x, self.gather(weight), self._fp8_axes)
-        return tensor.leave(out, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else out
+        return self.leave_tensor(self.multiply(equation, x, weight))
+
+    def multiply(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
+        """x times a weight, row-parallel: this rank's addend."""
+        return product(equation, x, self.gather(weight), self._fp8_axes)
 
     @property
     def _fp8_axes(self) -> tuple[str, ...] | None:
         # Stages are at different layers.
         return self.present([axis for axis in MESH_AXES if axis != executor.AXIS]) if self.is_fp8 else None
+
+    def sum_over_heads(self, x: Float[Array, "B S 1 1"], num_heads: int) -> Float[Array, "B S 1 1"]:
+        """A sum over this rank's heads as one over all `num_heads`, which `tensor` cuts where it divides them."""
+        ranks = self.axis_size(tensor.AXIS)
+        return tensor.total(x) if ranks > 1 and num_heads % ranks == 0 else x
 
     def scale(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x * vector over x's last dims, the vector's gradient left unsummed over the axes that it is owed over."""
@@ -280,6 +312,46 @@ class Layout:
     def shift(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x + vector over x's last dims, likewise."""
         return data.shift(x, vector[...])
+
+    def route(self, x: Float[Array, "B S D"], weight: Parameter) -> Float[Array, "B S E"]:
+        """x times a router's weight, both in at least float32; x is whole over `tensor`."""
+        wide = widened(x.dtype)
+        return product("bsd,de->bse", x.astype(wide), weight[...].astype(wide))
+
+    def once(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """x, for what every rank of `tensor` computes alike from it: its gradient counts on one of them."""
+        return tensor.once(x, tensor.AXIS) if self.axis_size(tensor.AXIS) > 1 else x
+
+    def loads(self, counts: Float[Array, "B E"], over: str) -> Float[Array, "B E"]:
+        """Tokens of each expert, summed over all ranks that have tokens of the same sequence, or of the same batch."""
+        if over == "batch":
+            counts = jnp.broadcast_to(jnp.sum(counts, axis=0, keepdims=True), counts.shape)
+        axes = self.present(TOKEN_AXES if over == "batch" else ("context",))
+        return lax.psum(counts, axes) if axes else counts
+
+    def experts(
+        self,
+        x: Float[Array, "B S D"],
+        weights: Float[Array, "B S k"],
+        ids: Int[Array, "B S k"],
+        num_experts: int,
+        ffn: Callable[[Float[Array, "... D"], Callable], Float[Array, "... D"]],
+    ) -> tuple[Float[Array, "B S D"], Int[Array, ""]]:
+        """(each token's sum of weight x ffn over its experts, an addend of the sum over `tensor`; how many pairs of
+        token and expert were dropped). `ffn(rows, multiply)` multiplies by experts' kernels with multiply(rows,
+        weight)."""
+        ranks = self.axis_size("context")
+        order = self.sequence_order(x.shape[1] * ranks) if ranks > 1 else None
+        place = expert.Place(self.axis_size(expert.AXIS), ranks, order)
+
+        def gathered(rows: Array, multiply: expert.Multiply) -> Array:
+            return ffn(rows, lambda rows, weight: multiply(rows, self.gather(weight)))
+
+        return expert.experts(self.dispatch, self.grouped_kernel, place, num_experts, x, weights, ids, gathered)
+
+    def leave_tensor(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """The sum of the ranks' addends over `tensor`, in the residual stream."""
+        return tensor.leave(x, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else x
 
     def attention(
         self,
@@ -333,6 +405,13 @@ class Layout:
         is_uneven = self.layers_per_part is not None and part is not None
         count = jnp.asarray(self.layers_per_part, jnp.int32)[part] if is_uneven else None
         return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward, count=count)
+
+    def layer(
+        self, block: Callable[[PyTree, Array], tuple[Array, PyTree]], params: PyTree, x: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S D"], PyTree]:
+        """block(params, x) of one layer that is not stacked."""
+        remat = FULL if self.remat.every > 1 else self.remat
+        return layers.alone(block, params, x, remat=remat, regather=self.reshard_after_forward)
 
     def through_stages(
         self,

@@ -141,9 +141,10 @@ def to_toml(table: CalibrationTable, runs: Sequence[Run]) -> str:
         on_chip.setdefault(table.entry_of(chip), Counter())[f"{name} in {run.job.precision}"] += 1
         in_framework.setdefault(name, Counter())[chip.name] += 1
     lines = [
-        "# Written by `python -m jaxpar.planning.accuracy --fit`; jaxpar/planning/fit.py has the priors. memory,",
-        "# network and overlap are fitted to all runs at once, jitter to GPUs' and TPUs' apart. newest_attention is no fit:",
-        "# the third FlashAttention, and cuDNN's, are 1.5 to 2 times as fast as the second on Hopper (arXiv 2407.08608).",
+        "# Written by `python -m jaxpar.planning.accuracy --fit`; jaxpar/planning/fit.py has the priors.",
+        "# memory, network and overlap are fitted to all runs at once, jitter to GPUs' and TPUs' apart.",
+        "# newest_attention is no fit: FlashAttention-3, and cuDNN's kernels, are 1.5 to 2 times as fast as the second",
+        "# version on Hopper (arXiv 2407.08608).",
         "\n[generations]",
         *(f'"{start}" = "{name}"' for start, name in table.generations.items()),
     ]

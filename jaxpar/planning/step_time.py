@@ -36,7 +36,7 @@ from jaxpar.planning.kernel_time import (
     rates,
 )
 from jaxpar.planning.schedules import bubble as schedule_bubble
-from jaxpar.planning.traffic import Traffic, TrafficSettings, activation_traffic, weight_traffic
+from jaxpar.planning.traffic import Stages, Traffic, TrafficSettings, activation_traffic, step_traffic, weight_traffic
 from meshes.mesh import MESH_AXES
 from models.config import ModelConfig
 from models.count import num_moe_layers, num_parameters
@@ -253,20 +253,33 @@ def _once(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger) ->
     return exposed
 
 
-def job_traffic(job: Job) -> dict[str, float]:
+def job_traffic(job: Job) -> dict[str, int]:
     """Bytes that each device moves per step, by mesh axis, "+" between joined ones: collectives' whole buffers, as
-    `traffic` counts them; under `pipe` a stage's share of what its layers move, and its hops."""
-    total: dict[str, float] = defaultdict(float)
-    weights, activations = _traffic(job)
-    share, times = 1 / job.mesh["pipe"], job.num_microbatches
-    for axes, ops in weights.items():
-        for op, size in ops.items():
-            total[axes] += share * size * (times if _gathers_each_time(job) and op != "all-reduce" else 1)
-    for axes, sizes in activations.items():
-        total[axes] += share * times * sum(sizes.values())
+    `traffic` counts them. A pipeline's hops are those that carry something."""
+    stages = None
     if job.mesh["pipe"] > 1:
-        total["pipe"] += times * 2 * job.chunks * _hop_bytes(job)
-    return dict(total)
+        num_parts = job.mesh["pipe"] * job.chunks
+        stages = Stages(
+            permutes=2 * job.num_microbatches * job.chunks,
+            num_chunks=job.chunks,
+            layers_per_chunk=-(-job.model.num_units // num_parts),
+            keeps_residuals=job.pipeline_residuals,
+        )
+    settings = TrafficSettings(
+        mesh=job.mesh,
+        batch_size=job.batch_size,
+        seq_len=job.seq_len,
+        num_microbatches=job.num_microbatches,
+        compute_bytes=job.compute_bytes,
+        reduce_bytes=job.reduce_bytes,
+        sequence_parallel=job.sequence_parallel,
+        reshard_after_forward=job.reshard_after_forward,
+        remat="none" if job.remat_policy.keeps_all else job.remat,
+        zero=job.zero,
+        context=job.context,
+        stages=stages,
+    )
+    return {axes: sum(ops.values()) for axes, ops in step_traffic(job.model, settings).items()}
 
 
 def _gathers_each_time(job: Job) -> bool:

@@ -16,12 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpar.kernels.attention import RESULT
+from jaxpar.parallel import expert
 from jaxpar.parallel.axes import (
     ACTIVATION_RULES,
+    BATCH_AXES,
     PARAMETER_RULES,
     STATE_RULES,
     TOKEN_AXES,
     axes_of,
+    gathered_axes,
     mesh_axes,
     padded_vocab,
     partition_spec,
@@ -29,6 +32,7 @@ from jaxpar.parallel.axes import (
 )
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import needed_shifts
+from jaxpar.parallel.expert import ExpertStrategy
 from jaxpar.parallel.remat import Remat
 from models.config import ModelConfig
 
@@ -44,7 +48,7 @@ class Stages:
     """Of one microbatch's activation, in a step."""
     num_chunks: int
     layers_per_chunk: int
-    """The most."""
+    """The most; with `moe_every`, units of so many."""
     keeps_residuals: bool = False
     """Whether a forward pass keeps what its backward pass needs, which else does it again."""
     spreads_head: bool = False
@@ -67,6 +71,8 @@ class TrafficSettings:
     remat: str = "full"
     zero: int = 3
     context: ContextStrategy = field(default_factory=ContextStrategy)
+    dispatch: ExpertStrategy = field(default_factory=ExpertStrategy)
+    """Of the platform that the step is compiled for."""
     stages: Stages | None = None
     """None without `pipe`."""
 
@@ -86,8 +92,9 @@ class _Parameter:
 
 
 def step_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
-    """The traffic of one step of dense training over data, pipe, fsdp, expert (as a batch axis), context and tensor."""
-    flows = *_weights(config, settings), *_activations(config, settings), *_context(config, settings)
+    """The traffic of one step over data, pipe, fsdp, expert, context and tensor."""
+    experts = _experts(config, settings) if config.num_experts else ()
+    flows = *_weights(config, settings), *_activations(config, settings), *_context(config, settings), *experts
     return _total(flows, settings)
 
 
@@ -97,7 +104,7 @@ def weight_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
 
 
 def activation_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
-    """The part of step_traffic that moves activations and their gradients."""
+    """The part of step_traffic that moves activations and their gradients, but between experts."""
     return _total((*_activations(config, settings), *_context(config, settings)), settings)
 
 
@@ -141,7 +148,7 @@ def _transfers(
 ) -> list[tuple[frozenset[str], int, int]]:
     """(axes, gathers, reduce-scatters) of one such parameter in a step, in the order of the gathers; the gradient is
     cut the other way round."""
-    tokens, before = cut & TOKEN_AXES, cut & _whole_in_stages(settings)
+    tokens, before = cut & gathered_axes(parameter.names), cut & _whole_in_stages(settings)
     once, times = parameter.count, settings.num_microbatches
     over_stages = [(before & {"pipe"}, once, once)]
     if settings.zero < 3:
@@ -160,22 +167,35 @@ def _whole_in_stages(settings: TrafficSettings) -> frozenset[str]:
 
 
 def _parameters(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Parameter]:
-    embed, hidden, depth = config.embed_dim, config.mlp_dim, _num_layers(config, settings)
+    embed, hidden, depth, units = config.embed_dim, config.mlp_dim, *_sizes(config, settings)
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     tokens, residual = ("batch", "seq"), ("batch", "residual_seq")
 
-    passes = _passes(config, settings)
+    passes, dense, mixtures = _passes(config, settings), *_mlps_of_unit(config)
+    first = _num_first_layers(config)
 
-    def kernels(*shapes: tuple[tuple[str, int], ...]) -> Iterator[_Parameter]:
+    def kernels(first: int, per_unit: int, *shapes: tuple[tuple[str, int], ...]) -> Iterator[_Parameter]:
         for shape in shapes:
             names, dims = zip(*shape)
-            yield _Parameter(dims, names, tokens, depth, passes["gather"])
+            yield _Parameter(dims, names, tokens, per_unit * units, per_unit * passes["gather"])
+            again = settings.reshard_after_forward
+            yield _Parameter(dims, names, tokens, first, first * (1 + again), is_at_end=True)
 
     d, h, k, f = ("embed", embed), ("heads", heads), ("kv_heads", kv_heads), ("mlp", hidden)
     p = ("head_dim", head_dim)
-    yield from kernels((d, h, p), (d, k, p), (d, k, p), (h, p, d), (d, f), (f, d))
-    if config.mlp == "swiglu":
-        yield from kernels((d, f))
+    gate = 1 if config.mlp == "swiglu" else 0
+    yield from kernels(first, dense + mixtures, (d, h, p), (d, k, p), (d, k, p), (h, p, d))
+    yield from kernels(first, dense, (f, d), *[(d, f)] * (1 + gate))
+    if config.num_experts:
+        e, f = ("experts", config.num_experts), ("mlp", config.expert_mlp_dim)
+        yield from kernels(0, mixtures, (e, f, d), *[(e, d, f)] * (1 + gate))
+        over = *tokens, "mlp"
+        yield _Parameter((embed, config.num_experts), ("vector", "vector"), over, units, 0)
+        if config.balancing == "bias":
+            yield _Parameter((config.num_experts,), ("vector",), over, units, 0)
+        if config.num_shared_experts:
+            f = "mlp", config.num_shared_experts * config.expert_mlp_dim
+            yield from kernels(0, mixtures, (f, d), *[(d, f)] * (1 + gate))
 
     def vector(dim: int, name: str, summed_over: tuple[str, ...], count: int = depth) -> _Parameter:
         return _Parameter((dim,), (name,), summed_over, count, 0)
@@ -183,7 +203,10 @@ def _parameters(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Par
     per_norm = 2 if config.norm == "layernorm" else 1
     yield vector(embed, "vector", residual, 2 * depth * per_norm)
     yield _Parameter((embed,), ("vector",), residual, per_norm, 0, is_at_end=True)
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_over == "heads":
+        yield _Parameter((heads, head_dim), ("heads", "head_dim"), tokens, depth, 0)
+        yield _Parameter((kv_heads, head_dim), ("kv_heads", "head_dim"), tokens, depth, 0)
+    elif config.qk_norm:
         yield vector(head_dim, "vector", (*tokens, "heads"))
         yield vector(head_dim, "vector", (*tokens, "kv_heads") if _kv_heads_cut(config, settings) else tokens)
     if config.qkv_bias:
@@ -208,7 +231,7 @@ def _activations(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Fl
     times, stages = settings.num_microbatches, settings.stages
     tokens = settings.batch_size * settings.seq_len // times // _size(settings, TOKEN_AXES)
     one = tokens * config.embed_dim * settings.compute_bytes
-    stream, depth, tensor = times * one, _num_layers(config, settings), ("tensor",)
+    stream, (depth, _), tensor = times * one, _sizes(config, settings), ("tensor",)
     part = settings.mesh["tensor"] if settings.sequence_parallel else 1
     spreads_head = stages is not None and stages.spreads_head
     if stages:
@@ -228,6 +251,10 @@ def _activations(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Fl
     if not _kv_heads_cut(config, settings):
         kv = times * tokens * config.num_kv_heads * config.head_dim * settings.compute_bytes
         yield tensor, "all-reduce", 2 * depth * kv
+    if config.qk_norm and config.qk_norm_over == "heads":
+        norms = sum(heads % settings.mesh["tensor"] == 0 for heads in (config.num_heads, config.num_kv_heads))
+        squares = times * tokens * max(settings.compute_bytes, 4)
+        yield tensor, "all-reduce", (passes["exchange"] + depth) * norms * squares
 
     vocab = padded_vocab(config.vocab_size, settings.mesh)
     over_vocab = ("tensor", "pipe") if spreads_head else tensor
@@ -266,7 +293,7 @@ def _context(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
     """What attention sends over `context`, forward (and again, where it is recomputed) and backward; and once the
     positions and segments that its masks go by (under `pipe`: once in each pass through a chunk)."""
     ranks, tensor = settings.mesh["context"], settings.mesh["tensor"]
-    times, depth, passes = settings.num_microbatches, _num_layers(config, settings), _passes(config, settings)
+    times, (depth, _), passes = settings.num_microbatches, _sizes(config, settings), _passes(config, settings)
     tokens = settings.batch_size * settings.seq_len // times // _size(settings, TOKEN_AXES)
     yield ("context",), "all-gather", passes["stack"] * times * 2 * 4 * tokens * ranks
 
@@ -296,46 +323,118 @@ def _context(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
     yield ("context",), "collective-permute", ((forwards + depth) * hops - shared) * kv + depth * hops * dkv + home
 
 
-def _num_layers(config: ModelConfig, settings: TrafficSettings) -> int:
-    """Of a device."""
-    return settings.stages.num_chunks * settings.stages.layers_per_chunk if settings.stages else config.num_layers
+def _experts(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
+    """What mixtures send over `expert`; of their choice over `context`, and of their loads."""
+    strategy, ranks = settings.dispatch, settings.mesh["expert"]
+    per_token, num_experts, short = config.num_experts_per_token, config.num_experts, settings.compute_bytes
+    wide, times = max(short, 4), settings.num_microbatches
+    rows = settings.batch_size // times // _size(settings, frozenset(BATCH_AXES))
+    seq_len = settings.seq_len // settings.mesh["context"]
+    tokens = rows * seq_len
+    passes, (_, mixtures) = _passes(config, settings), _sizes(config, settings)
+    there, back = times * passes["dispatch"], times * passes["results"]
+    gradients = times * mixtures
+    over = ("expert",)
+
+    if strategy.dispatch == "capacity":
+        whole = expert.capacity(settings.seq_len, num_experts, per_token, strategy.capacity_factor)
+        buffer = num_experts * rows * expert.capacity_slots(whole, seq_len) * config.embed_dim * short
+        yield over, "all-to-all", (there + back + 2 * gradients) * buffer
+        order = 4 + (wide if strategy.capacity_order == "score" else 0)
+        yield ("context",), "all-gather", there * settings.seq_len * rows * per_token * order
+    elif strategy.exchange == "ragged":
+        sent = tokens * per_token * config.embed_dim * short
+        arrived = expert.arrivals(tokens, ranks, num_experts, per_token) * config.embed_dim * short
+        yield over, "ragged-all-to-all", (there + gradients) * sent + (back + gradients) * arrived
+        yield over, "all-gather", there * ranks * num_experts * 4
+    else:
+        stream, pairs = ranks * tokens * config.embed_dim * short, ranks * tokens * per_token
+        yield over, "all-gather", (there + gradients) * stream + there * pairs * (4 + wide)
+        yield over, "reduce-scatter", gradients * (2 * stream + pairs * wide)
+    if config.balancing == "loss":
+        axes = TOKEN_AXES if config.balancing_over == "batch" else ("context",)
+        yield axes, "all-reduce", there * rows * num_experts * wide
+
+
+def ideal_expert_bytes(config: ModelConfig, settings: TrafficSettings) -> float:
+    """What a rank would send over `expert` in a step if its experts had equal loads and nothing else were sent: tokens
+    to their experts and back, forward and backward."""
+    tokens = settings.batch_size * settings.seq_len // _size(settings, TOKEN_AXES)
+    pairs = expert.ideal_bytes(
+        tokens, config.num_experts_per_token, config.embed_dim, settings.mesh["expert"], settings.compute_bytes
+    )
+    return _sizes(config, settings)[1] * pairs if config.num_experts else 0.0
+
+
+def _sizes(config: ModelConfig, settings: TrafficSettings) -> tuple[int, int]:
+    """(layers, units of the stack) of a device, which has the first layers, in no unit, beside its own."""
+    units = settings.stages.num_chunks * settings.stages.layers_per_chunk if settings.stages else config.num_units
+    return units * sum(_mlps_of_unit(config)) + _num_first_layers(config), units
+
+
+def _mlps_of_unit(config: ModelConfig) -> tuple[int, int]:
+    """(dense MLPs, mixtures of experts) in a unit of the stack."""
+    return (config.moe_every - 1, 1) if config.num_experts else (1, 0)
+
+
+def _num_first_layers(config: ModelConfig) -> int:
+    return config.num_layers - config.num_units * sum(_mlps_of_unit(config))
 
 
 def _passes(config: ModelConfig, settings: TrafficSettings) -> Counter[str]:
     """What a device's layers do per microbatch, forward and again, before their gradients: how often they enter tensor-
-    parallel weights and leave them, bring together what attends to each other, go around a ring, gather weights (of a
-    whole layer each), and how often a stack is begun."""
+    parallel weights and leave them, bring together what attends to each other, go around a ring, send tokens to experts
+    and their results back, gather weights (of a whole unit each), and how often a stack is begun."""
     stages = settings.stages
-    layers = stages.layers_per_chunk if stages else config.num_layers
-    remat = Remat.parse(settings.remat, layers)
-    groups, rest = divmod(layers, remat.every)
+    dense, mixtures = _mlps_of_unit(config)
+    per_unit = dense + mixtures
+    units = stages.layers_per_chunk if stages else config.num_units
+    remat = Remat.parse(settings.remat, units)
+    groups, rest = divmod(units, remat.every)
 
-    def forward(layers: int) -> Counter[str]:
-        return Counter(entry=2 * layers, exit=2 * layers, exchange=layers, rounds=layers, gather=layers)
+    def forward(layers: int, mixtures: int, gathers: int) -> Counter[str]:
+        sent = Counter(dispatch=mixtures, results=mixtures, gather=gathers)
+        return sent + Counter(entry=2 * layers, exit=2 * layers, exchange=layers, rounds=layers)
 
-    # What is done again leaves out a layer's last sum, unless other layers of its group follow from it, and attention's
-    # where that is kept. Where attention's result is kept, no ring is gone around again, but what attends to each other
-    # is brought together again. A layer in a group of several is gathered to make the group's inputs again, too.
-    alone = layers if remat.every == 1 else int(rest == 1)
-    again = Counter(entry=2 * layers, exit=alone + 2 * (layers - alone), exchange=layers, rounds=layers)
-    if remat.keeps_all:
-        again = Counter()
-    if "attention_out" in remat.saves:
-        again["exit"] = 0
-    if RESULT in remat.saves:
-        again["rounds"] = 0
-    again["gather"] = settings.reshard_after_forward * (layers + (layers - alone))
+    def of_units(count: int) -> Counter[str]:
+        return forward(count * per_unit, count * mixtures, count)
+
+    def again(count: int, layers: int, mixtures: int) -> Counter[str]:
+        """Of `count` groups of so many layers each, that are done again one by one: but for a group's last sum, which
+        nobody needs, and what is kept. Where attention's result is, no ring is gone around again, but what attends to
+        each other is brought together again."""
+        if remat.keeps_all:
+            return Counter()
+        exits = (0 if "attention_out" in remat.saves else layers) + (0 if "mlp_out" in remat.saves else layers - 1)
+        done = Counter(entry=2 * layers, exit=exits, exchange=layers, dispatch=mixtures)
+        done["rounds"] = 0 if RESULT in remat.saves else layers
+        done["results"] = 0 if expert.RESULT in remat.saves else mixtures
+        return Counter({name: count * number for name, number in done.items()})
+
+    # A unit in a group of several is gathered to make the group's inputs again, too.
+    alone = units if remat.every == 1 else int(rest == 1)
+    repeated = again(alone, per_unit, mixtures) + forward((units - alone) * per_unit, (units - alone) * mixtures, 0)
+    repeated["gather"] = settings.reshard_after_forward * (units + (units - alone))
 
     if stages and not stages.keeps_residuals:
-        again["stack"] = 1
-        if layers == 1:
+        repeated["stack"] = 1
+        if units == 1:
             # Merged with what the stage does again, of which the last sum is needed by none.
-            again |= Counter(entry=2, exit=1, exchange=1, gather=1)
+            repeated |= again(1, per_unit, mixtures) if not remat.keeps_all else _but_last_sum(of_units(1))
+            repeated["gather"] = max(repeated["gather"], 1)
         else:
             # In a loop to the end; what is in none, at the end, only the layer's own recomputation needs.
-            again += forward(layers - (rest or (layers if groups == 1 else 0)))
-    passes = forward(layers) + Counter(stack=1) + again
-    return Counter({name: count * (stages.num_chunks if stages else 1) for name, count in passes.items()})
+            repeated += of_units(units - (rest or (units if groups == 1 else 0)))
+    passes = of_units(units) + Counter(stack=1) + repeated
+    passes = Counter({name: count * (stages.num_chunks if stages else 1) for name, count in passes.items()})
+    first = _num_first_layers(config)
+    of_first = forward(first, 0, 0) + again(first, 1, 0)
+    # Where the embedding has a branch of its own for its gradient, they are run again there.
+    return passes + of_first + (forward(first, 0, 0) if stages else Counter())
+
+
+def _but_last_sum(passes: Counter[str]) -> Counter[str]:
+    return passes - Counter(exit=1)
 
 
 def _kv_heads_cut(config: ModelConfig, settings: TrafficSettings) -> bool:
