@@ -527,14 +527,14 @@ def test_every_chip_compiles(chip):
 @pytest.mark.parametrize(
     ("topology", "message"),
     [
-        ("h100x:1x8", "chip 'h100x' .* is none of a100, b200, h100, h200; did you mean 'h100'"),
+        ("h100x:1x8", "chip 'h100x' .* is none of a100, b200, h100, h200, v4.*; did you mean 'h100'"),
         ("tpu:1x8", "chip 'tpu' .* is none of a100, b200, h100, h200"),
         ("h100", "topology 'h100' is not CHIP:HOSTSxGPUS; write it like h100:2x8"),
         ("h100:8", "is not CHIP:HOSTSxGPUS"),
         ("h100:1x2x8", "is not CHIP:HOSTSxGPUS"),
         ("h100:0x8", "is not CHIP:HOSTSxGPUS"),
         ("h100:-1x8", "is not CHIP:HOSTSxGPUS"),
-        ("../h100:1x8", "is not CHIP:HOSTSxGPUS"),
+        ("../h100:1x8", "is not CHIP:SHAPE"),
     ],
 )
 def test_topology_that_does_not_exist_is_an_error(topology, message):

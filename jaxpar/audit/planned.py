@@ -96,11 +96,15 @@ def step_flops(job: Job, attention: Kernel, spreads_head: bool) -> float:
     forwards = 1.0
     if stages > 1 and not job.pipeline_residuals:
         forwards += 1.0  # a stage keeps its input alone
-    heads = 3 * head * (1 if spreads_head else stages)
     if attention == "tiled":
-        once = _attention_flops(job)
-        return tokens * ((forwards + 2) * layers + again + heads) + once * (forwards + attention_again + 2.5)
-    return tokens * ((forwards + 2) * layers + again + heads + (forwards + attention_again + 2) * square)
+        of_attention = _attention_flops(job) * (forwards + attention_again + 2.5)
+    else:
+        of_attention = tokens * square * (forwards + attention_again + 2)
+    # Of stages whose numbers of layers differ, the fullest.
+    parts = stages * job.chunks
+    fullest = -(-model.num_layers // parts) * parts / model.num_layers
+    of_layers = tokens * ((forwards + 2) * layers + again) + of_attention
+    return fullest * of_layers + tokens * 3 * head * (1 if spreads_head else stages)
 
 
 def _attention_flops(job: Job) -> float:
