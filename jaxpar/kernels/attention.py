@@ -64,14 +64,14 @@ def choose(
         elif kernel == "cudnn" and not is_in_order:
             limit = "it takes sequences in their own order: --context-order contiguous"
         else:
-            limit = _module(kernel).limit(head_dim, dtype, mask, has_documents, seq_len)
+            limit = module(kernel).limit(head_dim, dtype, mask, has_documents, seq_len)
     if limit is not None and asked != "auto":
         raise ValueError(f"--attention {kernel}: {limit}; take --attention auto or tiled")
     log.info("attention: %s", kernel if limit is None else f"tiled, not {kernel}: {limit}")
     return kernel if limit is None else "tiled"
 
 
-def _module(kernel: Kernel):
+def module(kernel: Kernel):
     """Imported when it is used: a platform's kernels come with what that platform needs."""
     return importlib.import_module(f"jaxpar.kernels.{kernel}")
 
@@ -91,7 +91,7 @@ def whole_sequence(
         return counted(q, k, v, tokens, tokens, mask, scale, block)
     if kernel == "splash":
         return by_splash(q, k, v, tokens.segment_ids, tokens.segment_ids, mask, scale, np.arange(q.shape[1]))
-    return _module(kernel).attention(q, k, v, mask, scale), jnp.zeros((), jnp.int32)
+    return module(kernel).attention(q, k, v, mask, scale), jnp.zeros((), jnp.int32)
 
 
 def by_splash(
@@ -107,7 +107,7 @@ def by_splash(
     index: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "B T H K"], Int[Array, ""]]:
     """Of queries at the places in the sequence that part `index` of `places` says, to keys in the sequence's order."""
-    splash = _module("splash")
+    splash = module("splash")
     queries = splash.Queries(places, num_parts, index)
     out = splash.attention(q, k, v, q_segments, k_segments, mask, scale, queries)
     return out, jnp.zeros((), jnp.int32)

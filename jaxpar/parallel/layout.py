@@ -233,7 +233,15 @@ class Layout:
 
     def gather(self, weight: Parameter) -> Any:
         """A weight in compute dtype with its FSDP axes gathered: the one named point of FSDP's traffic."""
-        value = weight[...]
+        return self._gathered(weight, weight[...])
+
+    def gather_last(self, weight: Parameter, x: Float[Array, "B S D"]) -> tuple[Any, Float[Array, "B S D"]]:
+        """`gather` of the last weight that a forward pass meets, and x, which goes on with it: the backward pass, which
+        begins there, reduces its gradient before it goes on, so that no whole one is kept through all layers."""
+        value, x = lax.optimization_barrier((weight[...], x))
+        return self._gathered(weight, value), x
+
+    def _gathered(self, weight: Parameter, value: Any) -> Any:
         if isinstance(value, Weight):
             cuts = self.token_cuts(self.parameter_spec(weight.axes, weight.dims))
             return zero.gather(value, cuts, self.reduce_dtype)

@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpar.kernels import fp8
@@ -128,6 +129,7 @@ def _product_backward(equation, fp8_axes, residuals, dy):
     # Written out, since autodiff's weight gradient is a transpose of (cotangent x input), for which the CPU backend
     # has no fast kernel.
     x, weight = residuals
+    x, dy = lax.optimization_barrier(x), lax.optimization_barrier(dy)
     return _input_gradient(equation, fp8_axes, weight, dy), weight_gradient(equation, fp8_axes, x, dy)
 
 

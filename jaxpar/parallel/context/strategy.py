@@ -10,6 +10,7 @@ from jaxpar.kernels import attention as on_one_device
 from jaxpar.kernels import tiled
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.parallel.context import allgather, ring, ulysses
+from jaxpar.parallel.context.halves import Halves, fits
 from jaxpar.parallel.context.order import Order, in_sequence, multiple, needed_shifts, permutation
 
 AXIS = "context"
@@ -94,6 +95,9 @@ def attention(
     """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them; and how many tiles
     its forward pass computed. `kernel` attends where a rank has all of the sequence."""
     ranks, group = axis_sizes[AXIS], strategy.group
+    halves = None
+    if kernel == "splash" and group == 1 and mask.window is None and fits(q.shape[1]):
+        halves = Halves(strategy.order, scale, mask.soft_cap)
     block = strategy.block_of(tokens.positions.shape[1], ranks)
     if ranks == 1:
         return on_one_device.whole_sequence(kernel, q, k, v, tokens, mask, scale, block)
@@ -107,6 +111,7 @@ def attention(
         scale=scale,
         all_axes=tuple(axis_sizes),
         block=block,
+        halves=halves,
     )
 
     def by_splash(q: Array, k: Array, v: Array, q_tokens: Tokens, num_parts: int, part: Int[Array, ""] | int):
