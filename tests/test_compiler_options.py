@@ -89,6 +89,7 @@ def test_the_tpu_table_is_taken_on_a_whole_pod_whose_gathers_run_beside_matmuls(
         step = lowered_step(devices, WIDE)
         text = program(step, options)
         check_each_changes(step, options, text)
+    assert text.count(" reduce-scatter(") >= 2, "gradients are all-reduced"
     in_fusions = re.findall(r"^%async_collective_fusion\S* .*?^}", text, re.MULTILINE | re.DOTALL)
     assert any(" all-gather(" in fusion and " convolution(" in fusion for fusion in in_fusions)
 

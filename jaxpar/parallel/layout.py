@@ -49,7 +49,7 @@ from jaxpar.parallel.product import Apart, Observed, product
 from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
 from jaxpar.parallel.vocab import Objective
 from jaxpar.parallel.zero import Weight
-from meshes import MESH_AXES
+from meshes import MESH_AXES, torus_factors
 
 F = TypeVar("F", bound=Callable)
 
@@ -180,6 +180,13 @@ class Layout:
         )
         return tuple((dim, axes) for dim, axes in cuts if axes)
 
+    @property
+    def folds(self) -> fsdp.Folds:
+        """On TPUs, of all axes that weights are cut over."""
+        if self.mesh is None or self.mesh.devices.flat[0].platform != "tpu":
+            return ()
+        return tuple((axis, torus_factors(self.mesh, axis)) for axis in self.present(TOKEN_AXES))
+
     def in_stages(self) -> "Layout":
         """Of what stages compute, with weights that `before_stages` made whole: over the axes that tokens are cut over,
         but where they are to be gathered each time, and over the stages, but where those share a model's ends."""
@@ -244,13 +251,13 @@ class Layout:
     def _gathered(self, weight: Parameter, value: Any) -> Any:
         if isinstance(value, Weight):
             cuts = self.token_cuts(self.parameter_spec(weight.axes, weight.dims))
-            return zero.gather(value, cuts, self.reduce_dtype)
+            return zero.gather(value, cuts, self.reduce_dtype, self.folds)
         cuts = self.token_cuts(self._met_spec(weight))
         if isinstance(value, Observed | Apart):
             return dataclasses.replace(value, weight=fsdp.gathered(value.weight, cuts, self.compute_dtype))
         if self.mesh is None or self._whole_axes >= TOKEN_AXES:
             return value.astype(self.compute_dtype)
-        return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype)
+        return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype, self.folds)
 
     def _is_cut_over_tensor(self, weight: Parameter) -> bool:
         return tensor.AXIS in self.present(mesh_axes(self.parameter_spec(weight.axes, weight.dims)))
@@ -400,7 +407,7 @@ class Layout:
 
     def summed(self, gradient: Float[Array, "..."], cuts: fsdp.Cuts) -> Array:
         """The ranks' addends to a gradient by what was gathered, reduced to this rank's part."""
-        return fsdp.reduce_scatter(gradient.astype(self.reduce_dtype), cuts) if cuts else gradient
+        return fsdp.reduce_scatter(gradient.astype(self.reduce_dtype), cuts, self.folds) if cuts else gradient
 
     def sum_over_tokens(self, x: Float[Array, ""]) -> Float[Array, ""]:
         """Of every rank's tokens."""
