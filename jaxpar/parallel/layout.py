@@ -181,9 +181,13 @@ class Layout:
         return tuple((dim, axes) for dim, axes in cuts if axes)
 
     @property
+    def _is_on_tpus(self) -> bool:
+        return self.mesh is not None and self.mesh.devices.flat[0].platform == "tpu"
+
+    @property
     def folds(self) -> fsdp.Folds:
         """On TPUs, of all axes that weights are cut over."""
-        if self.mesh is None or self.mesh.devices.flat[0].platform != "tpu":
+        if not self._is_on_tpus:
             return ()
         return tuple((axis, torus_factors(self.mesh, axis)) for axis in self.present(TOKEN_AXES))
 
@@ -243,9 +247,12 @@ class Layout:
         return self._gathered(weight, weight[...])
 
     def gather_last(self, weight: Parameter, x: Float[Array, "B S D"]) -> tuple[Any, Float[Array, "B S D"]]:
-        """`gather` of the last weight that a forward pass meets, and x, which goes on with it: the backward pass, which
-        begins there, reduces its gradient before it goes on, so that no whole one is kept through all layers."""
-        value, x = lax.optimization_barrier((weight[...], x))
+        """`gather` of the last weight that a forward pass meets, and x, which goes on with it. On TPUs the backward
+        pass, which begins there, reduces its gradient before it goes on: else a whole one is kept through all layers,
+        where nothing hides its reduction."""
+        value = weight[...]
+        if self._is_on_tpus:
+            value, x = lax.optimization_barrier((value, x))
         return self._gathered(weight, value), x
 
     def _gathered(self, weight: Parameter, value: Any) -> Any:
@@ -275,11 +282,11 @@ class Layout:
         """x times a weight, column-parallel."""
         if self.axis_size(tensor.AXIS) > 1 and not self._is_cut_over_tensor(weight):
             x = tensor.once(x, tensor.AXIS)
-        return product(equation, x, self.gather(weight), self._fp8_axes)
+        return product(equation, x, self.gather(weight), self._fp8_axes, fuses=not self._is_on_tpus)
 
     def exit_tensor(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
         """x times a weight, row-parallel, summed over `tensor` into the residual stream."""
-        out = product(equation, x, self.gather(weight), self._fp8_axes)
+        out = product(equation, x, self.gather(weight), self._fp8_axes, fuses=not self._is_on_tpus)
         return tensor.leave(out, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else out
 
     @property
