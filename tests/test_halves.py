@@ -13,29 +13,39 @@ from jaxpar.parallel.context.halves import Halves
 from jaxpar.parallel.context.order import permutation
 from meshes import build_mesh
 
-RANKS, LENGTH = 4, 1024
+PART = 256
 
 
-@pytest.mark.parametrize(("order", "num_documents"), [("zigzag", 1), ("zigzag", 5), ("contiguous", 5), ("striped", 5)])
-def test_against_tiles(order, num_documents):
+@pytest.mark.parametrize(
+    ("order", "num_documents", "ranks"),
+    [
+        ("zigzag", 1, 2),
+        ("contiguous", 5, 2),
+        ("striped", 5, 2),
+        pytest.param("zigzag", 1, 4, marks=pytest.mark.slow),
+        pytest.param("zigzag", 5, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_against_tiles(order, num_documents, ranks):
+    length = ranks * PART
     rng = np.random.default_rng(0)
-    q, k, v, dy = (jnp.asarray(rng.normal(size=(1, LENGTH, heads, 128)), jnp.float32) for heads in (2, 1, 1, 2))
-    segments = jnp.asarray(np.sort(rng.integers(0, num_documents, (1, LENGTH)), axis=1), jnp.int32)
-    tokens = Tokens(jnp.arange(LENGTH, dtype=jnp.int32)[None], segments)
-    mesh = build_mesh(f"context={RANKS}", devices=jax.devices()[:RANKS])
+    q, k, v, dy = (jnp.asarray(rng.normal(size=(1, length, heads, 128)), jnp.float32) for heads in (2, 1, 1, 2))
+    segments = jnp.asarray(np.sort(rng.integers(0, num_documents, (1, length)), axis=1), jnp.int32)
+    tokens = Tokens(jnp.arange(length, dtype=jnp.int32)[None], segments)
+    mesh = build_mesh(f"context={ranks}", devices=jax.devices()[:ranks])
     mask = AttentionMask()
     on_ring = ring.Ring(
         axis="context",
-        ranks=RANKS,
+        ranks=ranks,
         stride=1,
-        shifts=tuple(range(RANKS)),
+        shifts=tuple(range(ranks)),
         skips_documents=num_documents > 1,
         mask=mask,
         scale=0.1,
         all_axes=("context",),
         halves=Halves(order, 0.1, None, interpret=True),
     )
-    places = permutation(order, LENGTH, RANKS)
+    places = permutation(order, length, ranks)
     part = P(None, "context", None, None)
 
     def by_splash(q, k, v):
