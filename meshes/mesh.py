@@ -7,6 +7,7 @@ laid out by its own topology, and the granules lie along the outer factors of th
 """
 
 import difflib
+import functools
 import heapq
 import math
 from collections import defaultdict
@@ -77,6 +78,30 @@ def build_mesh(mesh: str, dcn_mesh: str = "", devices: Sequence[jax.Device] | No
         )
     axis_types = (AxisType.Explicit,) * len(MESH_AXES)
     return Mesh(placed.reshape(tuple(sizes.values())), MESH_AXES, axis_types=axis_types)
+
+
+@functools.cache
+def torus_factors(mesh: Mesh, axis: str) -> tuple[int, ...]:
+    """Factors of an axis's size, slowest first, such that what one of them counts are devices along one dimension of a
+    TPU slice's torus: of fsdp=256 on 16x16 chips, 16 and 16. One factor for other devices, and where they lie
+    otherwise."""
+    line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
+    if line[0].platform != "tpu" or len({getattr(device, "slice_index", 0) for device in line}) > 1:
+        return (line.size,)
+    coords = np.array([device.coords for device in line])
+    factors: list[int] = []
+    while len(coords) > 1:
+        across = coords[1] == coords[0]
+        has_left = (coords != coords[0])[:, across].any(axis=1)
+        length = int(np.argmax(has_left)) if has_left.any() else len(coords)
+        if across.sum() != coords.shape[1] - 1 or len(coords) % length:
+            return (line.size,)
+        lines = coords.reshape(-1, length, coords.shape[1])
+        if (lines != lines[:, :1])[:, :, across].any():
+            return (line.size,)
+        factors.insert(0, length)
+        coords = lines[:, 0]
+    return tuple(factors) or (1,)
 
 
 def _granules(devices: Sequence[jax.Device]) -> tuple[list[list[jax.Device]], str]:

@@ -18,12 +18,14 @@ from models.config import ModelConfig
 MODEL = ModelConfig(vocab_size=512, embed_dim=256, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=1024)
 
 
-TINY = MODEL.replace(vocab_size=256, num_layers=2)
+WIDE = MODEL.replace(vocab_size=256, num_layers=2, embed_dim=2048, mlp_dim=4096)
 
 
 def lowered_step(devices, model_config: ModelConfig = MODEL) -> jax.stages.Lowered:
     config = Config(
-        model=model_config, data=DataConfig(batch_size=16, seq_len=128), parallel=ParallelConfig(mesh="fsdp=8")
+        model=model_config,
+        data=DataConfig(batch_size=2 * len(devices), seq_len=128),
+        parallel=ParallelConfig(mesh=f"fsdp={len(devices)}"),
     )
     mesh = build_mesh(config.parallel.mesh, "", devices)
     model = setup.make_model(config, mesh)
@@ -75,16 +77,20 @@ def test_the_gpu_table_hides_more_transfers_of_the_layers_loops_behind_matmuls(h
     check_each_changes(h100_step, options, with_table)
 
 
-def test_the_tpu_table_is_taken_and_not_ignored():
+def test_the_tpu_table_is_taken_on_a_whole_pod_whose_gathers_run_beside_matmuls():
     environment = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     environment |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-        step = lowered_step(devices, TINY)
+        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:16x16").devices
         options = resolve("auto", "tpu")
-        check_each_changes(step, options, program(step, options))
+        step = lowered_step(devices, WIDE)
+        text = program(step, options)
+        check_each_changes(step, options, text)
+    assert text.count(" reduce-scatter(") >= 2, "gradients are all-reduced"
+    in_fusions = re.findall(r"^%async_collective_fusion\S* .*?^}", text, re.MULTILINE | re.DOTALL)
+    assert any(" all-gather(" in fusion and " convolution(" in fusion for fusion in in_fusions)
 
 
 def check_each_changes(step: jax.stages.Lowered, options: Options, with_all: str) -> None:

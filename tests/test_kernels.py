@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
@@ -12,8 +13,10 @@ from jaxpar.audit.topology import gpu_devices
 from jaxpar.kernels import cudnn, splash
 from jaxpar.kernels.attention import attention, choose
 from jaxpar.kernels.mask import AttentionMask, Tokens
+from jaxpar.parallel.context.order import in_sequence, permutation
 
 SHAPES = ((2, 256, 4, 128), (2, 256, 2, 128), (2, 256, 2, 128))
+WHOLE = splash.Queries(np.arange(256))
 
 
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=50), AttentionMask(soft_cap=3.0)])
@@ -30,7 +33,42 @@ def test_splash_gives_the_numbers_of_tiles(mask):
 
     want = of(lambda q, k, v: attention(q, k, v, tokens, tokens, mask, 0.1))
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        got = of(lambda q, k, v: splash.attention(q, k, v, segments, mask, 0.1, interpret=True))
+        got = of(lambda q, k, v: splash.attention(q, k, v, segments, segments, mask, 0.1, WHOLE, interpret=True))
+    for a, b in zip(got, want):
+        assert np.abs(b).max() > 0.1
+        np.testing.assert_allclose(a, b, atol=3e-6 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("order", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=300)])
+def test_splash_of_a_ranks_queries_to_all_keys(order, mask):
+    """Two ranks' parts, each with the keys of both as they lie in `order`, against the whole sequence in its own."""
+    rng = np.random.default_rng(0)
+    places = permutation(order, 512, 2)
+    q, k, v, dy = (jnp.asarray(rng.normal(size=(1, 512, heads, 128)), jnp.float32) for heads in (4, 2, 2, 4))
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, (1, 512)), axis=1), jnp.int32)
+    tokens = Tokens(jnp.arange(512, dtype=jnp.int32)[None], segments)
+
+    def by_splash(q, k, v):
+        q, k, v, q_segments = (x[:, places] for x in (q, k, v, segments))
+        keys = [in_sequence(order, x, 2) for x in (k, v)]
+
+        def rank(index):
+            mine = lax.dynamic_slice_in_dim(q, index * 256, 256, 1), *keys
+            own_segments = lax.dynamic_slice_in_dim(q_segments, index * 256, 256, 1)
+            part = splash.Queries(places, 2, index)
+            return splash.attention(*mine, own_segments, segments, mask, 0.1, part, interpret=True)
+
+        out = jnp.concatenate([jax.jit(rank)(jnp.int32(index)) for index in range(2)], axis=1)
+        return jnp.zeros_like(out).at[:, places].set(out)
+
+    def of(function):
+        y, vjp = jax.vjp(function, q, k, v)
+        return y, *vjp(dy)
+
+    want = of(lambda q, k, v: attention(q, k, v, tokens, tokens, mask, 0.1))
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        got = of(by_splash)
     for a, b in zip(got, want):
         assert np.abs(b).max() > 0.1
         np.testing.assert_allclose(a, b, atol=3e-6 * np.abs(b).max())
@@ -53,7 +91,8 @@ def test_splash_compiles_for_tpus(monkeypatch):
     device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
 
     def function(q, k, v):
-        return splash.attention(q, k, v, jnp.zeros((2, 256), jnp.int32), AttentionMask(window=100), 0.1)
+        segments = jnp.zeros((2, 256), jnp.int32)
+        return splash.attention(q, k, v, segments, segments, AttentionMask(window=100), 0.1, WHOLE)
 
     assert gradients(function, device).count("tpu_custom_call") >= 3  # forward, dq, dkv
 
@@ -91,6 +130,7 @@ DEFAULTS = {
         ("tpu", {"has_documents": True}, "splash"),
         ("tpu", {"head_dim": 64}, "tiled"),
         ("tpu", {"seq_len": 1000}, "tiled"),
+        ("tpu", {"is_in_order": False}, "splash"),
     ],
 )
 def test_the_platforms_kernel_within_its_limits(platform, changes, kernel):

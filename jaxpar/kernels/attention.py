@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -60,17 +61,17 @@ def choose(
     if kernel != "tiled":
         if platform != {own: name for name, own in _OF_PLATFORM.items()}[kernel]:
             limit = f"it does not run on {platform}"
-        elif not is_in_order:
+        elif kernel == "cudnn" and not is_in_order:
             limit = "it takes sequences in their own order: --context-order contiguous"
         else:
-            limit = _module(kernel).limit(head_dim, dtype, mask, has_documents, seq_len)
+            limit = module(kernel).limit(head_dim, dtype, mask, has_documents, seq_len)
     if limit is not None and asked != "auto":
         raise ValueError(f"--attention {kernel}: {limit}; take --attention auto or tiled")
     log.info("attention: %s", kernel if limit is None else f"tiled, not {kernel}: {limit}")
     return kernel if limit is None else "tiled"
 
 
-def _module(kernel: Kernel):
+def module(kernel: Kernel):
     """Imported when it is used: a platform's kernels come with what that platform needs."""
     return importlib.import_module(f"jaxpar.kernels.{kernel}")
 
@@ -85,11 +86,31 @@ def whole_sequence(
     scale: float,
     block: int,
 ) -> tuple[Float[Array, "B S H K"], Int[Array, ""]]:
-    """`counted` of a sequence to itself, by this kernel; the platforms' own count no tiles."""
+    """`counted` of a sequence to itself, in its own order, by this kernel; the platforms' own count no tiles."""
     if kernel == "tiled":
         return counted(q, k, v, tokens, tokens, mask, scale, block)
-    further = () if kernel == "cudnn" else (tokens.segment_ids,)
-    return _module(kernel).attention(q, k, v, *further, mask, scale), jnp.zeros((), jnp.int32)
+    if kernel == "splash":
+        return by_splash(q, k, v, tokens.segment_ids, tokens.segment_ids, mask, scale, np.arange(q.shape[1]))
+    return module(kernel).attention(q, k, v, mask, scale), jnp.zeros((), jnp.int32)
+
+
+def by_splash(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    q_segments: Int[Array, "B T"],
+    k_segments: Int[Array, "B S"],
+    mask: AttentionMask,
+    scale: float,
+    places: Int[np.ndarray, " S"],
+    num_parts: int = 1,
+    index: Int[Array, ""] | int = 0,
+) -> tuple[Float[Array, "B T H K"], Int[Array, ""]]:
+    """Of queries at the places in the sequence that part `index` of `places` says, to keys in the sequence's order."""
+    splash = module("splash")
+    queries = splash.Queries(places, num_parts, index)
+    out = splash.attention(q, k, v, q_segments, k_segments, mask, scale, queries)
+    return out, jnp.zeros((), jnp.int32)
 
 
 def attention(

@@ -1,9 +1,18 @@
-"""Attention by the splash kernel of Pallas, on TPUs: a whole causal sequence in its own order, with documents."""
+"""Attention by the splash kernel of Pallas, on TPUs: of all or some of a causal sequence's tokens to all of them, with
+documents."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Float, Int
 
 from jaxpar.kernels.attention import RESULT
@@ -27,23 +36,49 @@ def limit(head_dim: int, dtype: jnp.dtype, mask: AttentionMask, has_documents: b
     return None
 
 
+@dataclass(frozen=True)
+class Queries:
+    """Which tokens of the sequence the queries are: part `index` of the `num_parts` equal ones of `places`."""
+
+    places: Int[np.ndarray, " S"]
+    num_parts: int = 1
+    index: Int[Array, ""] | int = 0
+
+
 def attention(
-    q: Float[Array, "B S H K"],
+    q: Float[Array, "B T H K"],
     k: Float[Array, "B S G K"],
     v: Float[Array, "B S G K"],
-    segment_ids: Int[Array, "B S"],
+    q_segments: Int[Array, "B T"],
+    k_segments: Int[Array, "B S"],
     mask: AttentionMask,
     scale: float,
+    queries: Queries,
     interpret: bool = False,
-) -> Float[Array, "B S H K"]:
-    """Causal by place in the array, which in a document is causal by position. `interpret`: without a TPU, slowly."""
-    batch, seq_len, heads, dim = q.shape
-    num_kv_heads = k.shape[2]
-    square = (seq_len, seq_len)
+) -> Float[Array, "B T H K"]:
+    """Keys in the sequence's own order. Causal by place in the sequence, which in a document is causal by position.
+    `interpret`: without a TPU, slowly."""
+    square = (k.shape[1], k.shape[1])
     one = masks.CausalMask(square) if mask.window is None else masks.LocalMask(square, (mask.window - 1, 0), 0)
-    size = next(n for n in range(BLOCK, 0, -LANES) if seq_len % n == 0)
-    splash = kernel.make_splash_mqa_single_device(
-        mask=masks.MultiHeadMask([one] * (heads // num_kv_heads)),
+    one.q_sequence = queries.places.astype(np.int32)
+    splash = _kernel(one, q, k, mask.soft_cap, interpret, queries.num_parts, residual_checkpoint_name=RESULT)
+    if queries.num_parts > 1:
+        infos, settings = splash.tree_flatten()
+        splash = splash.tree_unflatten(settings, [_part(info, queries) for info in infos])
+    out = _over_kv_heads(splash)(*_grouped(q, k, v, scale), kernel.SegmentIds(q_segments, k_segments))
+    return _ungrouped(out)
+
+
+def _kernel(
+    one: masks.Mask, q: Array, k: Array, soft_cap: float | None, interpret: bool, num_parts: int = 1, **settings: Any
+) -> kernel.SplashAttentionKernel:
+    """For the query heads of one kv head, each under the same mask."""
+    shared = math.gcd(q.shape[1], k.shape[1])
+    size = next(n for n in range(BLOCK, 0, -LANES) if shared % n == 0)
+    return kernel.make_splash_mqa(
+        mask=masks.MultiHeadMask([one] * (q.shape[2] // k.shape[2])),
+        head_shards=1,
+        q_seq_shards=num_parts,
         block_sizes=kernel.BlockSizes(
             block_q=size,
             block_kv=size,
@@ -54,12 +89,105 @@ def attention(
             block_q_dq=size,
             block_kv_dq=size,
         ),
-        attn_logits_soft_cap=mask.soft_cap,
-        residual_checkpoint_name=RESULT,
+        attn_logits_soft_cap=soft_cap,
         interpret=interpret,
+        **settings,
     )
-    groups = (q * jnp.asarray(scale, q.dtype)).reshape(batch, seq_len, num_kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
-    k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
-    over_kv_heads = jax.vmap(splash, in_axes=(0, 0, 0, None))
-    out = jax.vmap(over_kv_heads)(groups, k, v, kernel.SegmentIds(segment_ids, segment_ids))
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _over_kv_heads(function: Callable) -> Callable:
+    """Of (q, k, v, segments, ...) of one kv head: of all of a batch's."""
+
+    def batched(q: Array, k: Array, v: Array, segments: kernel.SegmentIds, *further: Array) -> Any:
+        over_heads = jax.vmap(function, in_axes=(0, 0, 0, None, *[0] * len(further)))
+        return jax.vmap(over_heads)(q, k, v, segments, *further)
+
+    return batched
+
+
+def _grouped(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array, Array]:
+    """q [B, G, H / G, T, K], scaled, and k and v [B, G, S, K]."""
+    return _by_kv_heads(q * jnp.asarray(scale, q.dtype), k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def _by_kv_heads(x: Float[Array, "B T H ..."], num_kv_heads: int) -> Float[Array, "B G R T ..."]:
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_kv_heads, -1, *x.shape[3:]), 1, 3)
+
+
+def _ungrouped(x: Float[Array, "B G R T ..."]) -> Float[Array, "B T H ..."]:
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _part(info: MaskInfo, queries: Queries) -> MaskInfo:
+    """Of the lists of tiles to compute, which cover all parts' queries, this part's."""
+
+    def cut(x: Any, dim: int) -> Any:
+        if x is None:
+            return None
+        size = x.shape[dim] // queries.num_parts
+        return lax.dynamic_slice_in_dim(x, queries.index * size, size, axis=dim)
+
+    return info._replace(
+        data_next=cut(info.data_next, 1),
+        mask_next=cut(info.mask_next, 1),
+        block_mask=cut(info.block_mask, 1),
+        q_sequence=cut(info.q_sequence, 0),
+    )
+
+
+Seen = Literal["all", "up to its own place", "before its own place"]
+"""Which keys of a part a query of a part sees."""
+
+
+def part_forward(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    q_segments: Int[Array, "B T"],
+    k_segments: Int[Array, "B S"],
+    seen: Seen,
+    soft_cap: float | None,
+    scale: float,
+    interpret: bool,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """(attention to these keys alone, rounded to q's dtype, the scores' log-sum-exp in float32), to be merged with that
+    to others. A query that sees none has some finite output and a log-sum-exp far below any other."""
+    splash = _kernel(_part_mask(seen, q, k), q, k, soft_cap, interpret, save_residuals=True)
+    out, (lse,) = _over_kv_heads(splash)(*_grouped(q, k, v, scale), kernel.SegmentIds(q_segments, k_segments))
+    return _ungrouped(out), _ungrouped(lse)
+
+
+def part_backward(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    q_segments: Int[Array, "B T"],
+    k_segments: Int[Array, "B S"],
+    out: Float[Array, "B T H K"],
+    lse: Float[Array, "B T H"],
+    cotangent: Float[Array, "B T H K"],
+    seen: Seen,
+    soft_cap: float | None,
+    scale: float,
+    interpret: bool,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+    """What these keys add to the gradients of q, k and v; `out` and `lse` are over ALL keys that a query sees."""
+    splash = _kernel(_part_mask(seen, q, k), q, k, soft_cap, interpret)
+    names = "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function"
+    settings: dict[str, Any] = {name: splash.kwargs[name] for name in (*names, "attn_logits_soft_cap", "interpret")}
+
+    def gradients(q: Array, k: Array, v: Array, segments: Any, out: Array, lse: Array, cotangent: Array):
+        kept = q, k, v, segments, None, out, lse, splash.dq_mask_info, splash.dkv_mask_info
+        # Splash's own differentiation knows no log-sum-exp over more keys than its own.
+        return kernel._splash_attention_bwd(**settings, res=kept, do=cotangent)[3:6]
+
+    further = (_by_kv_heads(x, k.shape[2]) for x in (out, lse, cotangent.astype(q.dtype)))
+    segments = kernel.SegmentIds(q_segments, k_segments)
+    dq, dk, dv = _over_kv_heads(gradients)(*_grouped(q, k, v, scale), segments, *further)
+    return _ungrouped(dq) * jnp.asarray(scale, dq.dtype), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+def _part_mask(seen: Seen, q: Array, k: Array) -> masks.Mask:
+    shape = q.shape[1], k.shape[1]
+    return masks.FullMask(shape) if seen == "all" else masks.CausalMask(shape, -1 if seen.startswith("before") else 0)

@@ -5,14 +5,18 @@ Collectives per step, in bytes of the whole weight W of a tensor rank (a ring mo
     all-gather      W x compute dtype, per microbatch: in the forward pass and again in the backward pass
                     (`reshard_after_forward`), or once
     reduce-scatter  W x reduction dtype, per microbatch
+On TPUs a reduce-scatter goes along one dimension of the torus after another (`Folds`): of one over a whole slice their
+compiler makes an all-reduce, of which each rank keeps a part.
 An expert's kernel is cut over (context, fsdp), and gathered over those alone: `expert` cuts the experts.
 Limits: an embed dim that the axes do not divide is not cut over them; its gradient is then summed once a step.
 """
 
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -23,18 +27,20 @@ GATHERED = "gathered_weight"
 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]
 """Which dims of an array are cut over which mesh axes, in the order in which they are gathered."""
+Folds = tuple[tuple[str, tuple[int, ...]], ...]
+"""Mesh axes that a reduce-scatter takes in steps, with the steps' sizes, slowest first."""
 
 
 def gather(
-    weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype
+    weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype, folds: Folds = ()
 ) -> Float[Array, "..."]:
     """The weight in compute dtype, whole over the axes in `cuts`. Its gradient comes reduced to this rank's part, in
     `reduce_dtype`; the sum over further axes is left to the end of the step."""
-    return _gather(weight, cuts, weight.dtype, compute_dtype, reduce_dtype)
+    return _gather(weight, cuts, weight.dtype, compute_dtype, reduce_dtype, folds)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(weight, cuts, dtype, compute_dtype, reduce_dtype):
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def _gather(weight, cuts, dtype, compute_dtype, reduce_dtype, folds):
     return gathered(weight, cuts, compute_dtype)
 
 
@@ -46,23 +52,37 @@ def gathered(weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype) 
     return checkpoint_name(weight, GATHERED)
 
 
-def _forward(weight, cuts, dtype, compute_dtype, reduce_dtype):
+def _forward(weight, cuts, dtype, compute_dtype, reduce_dtype, folds):
     # Not _gather itself: a remat policy must see the gather, and does not see into a custom_vjp's primal.
     return gathered(weight, cuts, compute_dtype), None
 
 
-def _backward(cuts, dtype, compute_dtype, reduce_dtype, _, cotangent):
-    return (reduce_scatter(cotangent.astype(reduce_dtype), cuts).astype(dtype),)
+def _backward(cuts, dtype, compute_dtype, reduce_dtype, folds, _, cotangent):
+    return (reduce_scatter(cotangent.astype(reduce_dtype), cuts, folds).astype(dtype),)
 
 
 _gather.defvjp(_forward, _backward)
 
 
-def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts) -> Float[Array, "..."]:
+def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts, folds: Folds = ()) -> Float[Array, "..."]:
     """This rank's part of the sum over the ranks: what was gathered last is cut first."""
+    sizes = dict(folds)
     for dim, axes in reversed(cuts):
-        addends = lax.psum_scatter(addends, axes, scatter_dimension=dim, tiled=True)
+        if not any(axis in sizes for axis in axes):
+            addends = lax.psum_scatter(addends, axes, scatter_dimension=dim, tiled=True)
+            continue
+        for axis in axes:
+            for groups in _steps(sizes.get(axis, ())):
+                addends = lax.psum_scatter(addends, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return addends
+
+
+def _steps(factors: tuple[int, ...]) -> list[list[list[int]] | None]:
+    """The groups of ranks of each step: those whose places along the axis differ in one digit, the slowest first."""
+    if len(factors) < 2:
+        return [None]
+    ranks = np.arange(math.prod(factors)).reshape(factors)
+    return [np.moveaxis(ranks, digit, -1).reshape(-1, size).tolist() for digit, size in enumerate(factors)]
 
 
 def save_all_but_gathered(primitive, *inputs, **params) -> bool:

@@ -53,7 +53,7 @@ from jaxpar.parallel.product import Apart, Observed, product
 from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
 from jaxpar.parallel.vocab import Objective
 from jaxpar.parallel.zero import Weight
-from meshes import MESH_AXES
+from meshes import MESH_AXES, torus_factors
 
 F = TypeVar("F", bound=Callable)
 
@@ -190,6 +190,17 @@ class Layout:
         )
         return tuple(sorted(((dim, axes) for dim, axes in cuts if axes), key=lambda cut: MESH_AXES.index(cut[1][0])))
 
+    @property
+    def _is_on_tpus(self) -> bool:
+        return self.mesh is not None and self.mesh.devices.flat[0].platform == "tpu"
+
+    @property
+    def folds(self) -> fsdp.Folds:
+        """On TPUs, of all axes that weights are cut over."""
+        if not self._is_on_tpus:
+            return ()
+        return tuple((axis, torus_factors(self.mesh, axis)) for axis in self.present(TOKEN_AXES))
+
     def in_stages(self) -> "Layout":
         """Of what stages compute, with weights that `before_stages` made whole: over the axes that tokens are cut over,
         but where they are to be gathered each time, and over the stages, but where those share a model's ends."""
@@ -258,16 +269,27 @@ class Layout:
 
     def gather(self, weight: Parameter) -> Any:
         """A weight in compute dtype with its FSDP axes gathered: the one named point of FSDP's traffic."""
+        return self._gathered(weight, weight[...])
+
+    def gather_last(self, weight: Parameter, x: Float[Array, "B S D"]) -> tuple[Any, Float[Array, "B S D"]]:
+        """`gather` of the last weight that a forward pass meets, and x, which goes on with it. On TPUs the backward
+        pass, which begins there, reduces its gradient before it goes on: else a whole one is kept through all layers,
+        where nothing hides its reduction."""
         value = weight[...]
+        if self._is_on_tpus:
+            value, x = lax.optimization_barrier((value, x))
+        return self._gathered(weight, value), x
+
+    def _gathered(self, weight: Parameter, value: Any) -> Any:
         if isinstance(value, Weight):
             cuts = self.token_cuts(self.parameter_spec(weight.axes, weight.dims), weight.axes)
-            return zero.gather(value, cuts, self.reduce_dtype)
+            return zero.gather(value, cuts, self.reduce_dtype, self.folds)
         cuts = self.token_cuts(self._met_spec(weight), weight.axes)
         if isinstance(value, Observed | Apart):
             return dataclasses.replace(value, weight=fsdp.gathered(value.weight, cuts, self.compute_dtype))
         if self.mesh is None or self._whole_axes(weight.axes) >= gathered_axes(weight.axes):
             return value.astype(self.compute_dtype)
-        return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype)
+        return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype, self.folds)
 
     def _is_cut_over_tensor(self, weight: Parameter) -> bool:
         return tensor.AXIS in self.present(mesh_axes(self.parameter_spec(weight.axes, weight.dims)))
@@ -285,7 +307,7 @@ class Layout:
         """x times a weight, column-parallel."""
         if self.axis_size(tensor.AXIS) > 1 and not self._is_cut_over_tensor(weight):
             x = tensor.once(x, tensor.AXIS)
-        return product(equation, x, self.gather(weight), self._fp8_axes)
+        return product(equation, x, self.gather(weight), self._fp8_axes, fuses=not self._is_on_tpus)
 
     def exit_tensor(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
         """x times a weight, row-parallel, summed over `tensor` into the residual stream."""
@@ -293,7 +315,7 @@ class Layout:
 
     def multiply(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
         """x times a weight, row-parallel: this rank's addend."""
-        return product(equation, x, self.gather(weight), self._fp8_axes)
+        return product(equation, x, self.gather(weight), self._fp8_axes, fuses=not self._is_on_tpus)
 
     @property
     def _fp8_axes(self) -> tuple[str, ...] | None:
@@ -472,7 +494,7 @@ class Layout:
 
     def summed(self, gradient: Float[Array, "..."], cuts: fsdp.Cuts) -> Array:
         """The ranks' addends to a gradient by what was gathered, reduced to this rank's part."""
-        return fsdp.reduce_scatter(gradient.astype(self.reduce_dtype), cuts) if cuts else gradient
+        return fsdp.reduce_scatter(gradient.astype(self.reduce_dtype), cuts, self.folds) if cuts else gradient
 
     def sum_over_tokens(self, x: Float[Array, ""]) -> Float[Array, ""]:
         """Of every rank's tokens."""

@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpar.kernels import fp8
@@ -85,8 +86,12 @@ def product(
     x: Float[Array, "..."],
     weight: Float[Array, "..."] | Observed | Apart,
     fp8_axes: tuple[str, ...] | None = None,
+    fuses: bool = True,
 ) -> Float[Array, "..."]:
     """einsum(equation, x, weight), summed in at least float32 and rounded to x's dtype once.
+
+    With `fuses` False what the backward pass multiplies is made before, once: a compiler may else put its making into
+    both products, which TPUs' then do again for every block of the result.
 
     With `fp8_axes` the operands of all three products are rounded to 8-bit floats first, scaled by their largest value
     over these mesh axes, see kernels.fp8.
@@ -94,10 +99,10 @@ def product(
     if isinstance(weight, Apart):
         return _product_apart(equation, fp8_axes, weight.x is not None, x, weight.weight, weight.x, weight.dy)
     if isinstance(weight, Observed):
-        y = _product(equation, fp8_axes, x, weight.weight)
+        y = _product(equation, fp8_axes, fuses, x, weight.weight)
         weight.observation.see(weight.number, equation, fp8_axes, weight.weight, x, y)
         return y
-    return _product(equation, fp8_axes, x, weight)
+    return _product(equation, fp8_axes, fuses, x, weight)
 
 
 def weight_gradient(
@@ -115,19 +120,21 @@ def _input_gradient(equation, fp8_axes, weight, dy):
     return _einsum(f"{y_dims},{w_dims}->{x_dims}", fp8_axes, dy, weight, (fp8.BACKWARD, fp8.FORWARD))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(equation, fp8_axes, x, weight):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(equation, fp8_axes, fuses, x, weight):
     return _einsum(equation, fp8_axes, x, weight)
 
 
-def _product_forward(equation, fp8_axes, x, weight):
+def _product_forward(equation, fp8_axes, fuses, x, weight):
     return _einsum(equation, fp8_axes, x, weight), (x, weight)
 
 
-def _product_backward(equation, fp8_axes, residuals, dy):
+def _product_backward(equation, fp8_axes, fuses, residuals, dy):
     # Written out, since autodiff's weight gradient is a transpose of (cotangent x input), for which the CPU backend
     # has no fast kernel.
     x, weight = residuals
+    if not fuses:
+        x, dy = lax.optimization_barrier(x), lax.optimization_barrier(dy)
     return _input_gradient(equation, fp8_axes, weight, dy), weight_gradient(equation, fp8_axes, x, dy)
 
 

@@ -22,7 +22,8 @@ from jaxpar.numerics import widened
 from jaxpar.parallel import tensor
 
 CHUNK_BYTES = 64 * 2**20
-"""Most bytes of one chunk's logits on a device, in float32."""
+"""Most bytes of one chunk's logits on a device, in float32, where a quarter of the head is not more: each chunk reads
+and writes the head's whole gradient, which is to cost less than its matmuls."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _cross_entropy(axes, vocab_size, objective, x, head, targets, weights):
         losses, _ = _chunk_loss(axes, vocab_size, objective, x, head, targets)
         return None, jax.tree.map(lambda loss: loss * weights, losses)
 
-    losses = lax.scan(chunk, None, _chunks(head.shape[1], (x, targets, weights)))[1]
+    losses = lax.scan(chunk, None, _chunks(head.shape, (x, targets, weights)))[1]
     return jax.tree.map(jnp.sum, losses)
 
 
@@ -143,7 +144,7 @@ def _cross_entropy_forward(axes, vocab_size, objective, x, head, targets, weight
         dhead += jnp.einsum("bcd,bcv->dv", x, dlogits, preferred_element_type=wide)
         return dhead, (dx, jax.tree.map(lambda loss: loss * weights, losses))
 
-    dhead, (dx, losses) = lax.scan(chunk, jnp.zeros(head.shape, wide), _chunks(head.shape[1], (x, targets, weights)))
+    dhead, (dx, losses) = lax.scan(chunk, jnp.zeros(head.shape, wide), _chunks(head.shape, (x, targets, weights)))
     dx = jnp.moveaxis(dx, 0, 1).reshape(x.shape)
     return jax.tree.map(jnp.sum, losses), (dx, dhead.astype(head.dtype))
 
@@ -191,12 +192,12 @@ def _chunk_loss(axes, vocab_size, objective, x, head, targets):
     return (loss, nll), gradient
 
 
-def _chunks(num_columns, arrays):
+def _chunks(head_shape, arrays):
     """Each [B, S, ...] as [chunks, B, S / chunks, ...]."""
     batch, seq = arrays[0].shape[:2]
-    num_chunks = next(
-        n for n in range(1, seq + 1) if seq % n == 0 and (seq // n * 4 * batch * num_columns <= CHUNK_BYTES or n == seq)
-    )
+    dim, num_columns = head_shape
+    row, most = 4 * batch * num_columns, max(CHUNK_BYTES, dim * num_columns)
+    num_chunks = next(n for n in range(1, seq + 1) if seq % n == 0 and (seq // n * row <= most or n == seq))
 
     def split(array):
         parts = array.reshape(array.shape[0], num_chunks, seq // num_chunks, *array.shape[2:])

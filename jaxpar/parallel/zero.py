@@ -40,22 +40,22 @@ class Weight:
         return self
 
 
-def gather(weight: Weight, cuts: fsdp.Cuts, reduce_dtype: jnp.dtype) -> Float[Array, "..."]:
+def gather(weight: Weight, cuts: fsdp.Cuts, reduce_dtype: jnp.dtype, folds: fsdp.Folds = ()) -> Float[Array, "..."]:
     """The whole weight. Backward: reduce-scatter in `reduce_dtype`, to this rank's part."""
-    return _gather(weight.whole, weight.part, cuts, weight.part.dtype, reduce_dtype)
+    return _gather(weight.whole, weight.part, cuts, weight.part.dtype, reduce_dtype, folds)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _gather(whole, part, cuts, dtype, reduce_dtype):
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _gather(whole, part, cuts, dtype, reduce_dtype, folds):
     return whole
 
 
-def _forward(whole, part, cuts, dtype, reduce_dtype):
+def _forward(whole, part, cuts, dtype, reduce_dtype, folds):
     return whole, None
 
 
-def _backward(cuts, dtype, reduce_dtype, _, cotangent):
-    return None, fsdp.reduce_scatter(cotangent.astype(reduce_dtype), cuts).astype(dtype)
+def _backward(cuts, dtype, reduce_dtype, folds, _, cotangent):
+    return None, fsdp.reduce_scatter(cotangent.astype(reduce_dtype), cuts, folds).astype(dtype)
 
 
 _gather.defvjp(_forward, _backward)

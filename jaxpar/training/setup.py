@@ -97,7 +97,7 @@ def _attention_kernel(config: Config, dtype: jnp.dtype, num_context_ranks: int, 
         dtype=dtype,
         mask=AttentionMask(causal=True, window=model.sliding_window),
         has_documents=config.data.pack_documents,
-        seq_len=config.data.seq_len,
+        seq_len=config.data.seq_len // num_context_ranks,
         is_in_order=num_context_ranks == 1 or config.parallel.context_order == "contiguous",
     )
 

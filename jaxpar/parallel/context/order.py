@@ -11,8 +11,9 @@ The order is that of the arrays alone: targets were shifted before, masks go by 
 import math
 from typing import Literal
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int, Shaped
 
 Order = Literal["contiguous", "zigzag", "striped"]
 
@@ -31,6 +32,18 @@ def permutation(order: Order, seq_len: int, ranks: int) -> Int[np.ndarray, " S"]
         parts = tokens.reshape(2 * ranks, -1)
         return np.concatenate([parts[part] for rank in range(ranks) for part in (rank, 2 * ranks - 1 - rank)])
     return tokens
+
+
+def in_sequence(order: Order, x: Shaped[Array, "B S ..."], ranks: int) -> Shaped[Array, "B S ..."]:
+    """What lies in the ranks' order, in the sequence's own: `permutation` undone, by whole parts."""
+    if order == "contiguous" or ranks == 1:
+        return x
+    if order == "striped":
+        parts = jnp.swapaxes(x.reshape(x.shape[0], ranks, -1, *x.shape[2:]), 1, 2)
+    else:
+        pairs = x.reshape(x.shape[0], ranks, 2, -1, *x.shape[2:])
+        parts = jnp.concatenate([pairs[:, :, 0], jnp.flip(pairs[:, :, 1], axis=1)], axis=1)
+    return parts.reshape(x.shape)
 
 
 def needed_shifts(

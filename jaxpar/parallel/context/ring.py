@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxpar.kernels import tiled
 from jaxpar.kernels.attention import RESULT, delta
 from jaxpar.kernels.mask import AttentionMask, Tokens
+from jaxpar.parallel.context.halves import Halves
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Ring:
     all_axes: tuple[str, ...]
     """Of the mesh: a round is left out where no device needs it."""
     block: int = tiled.BLOCK
+    halves: Halves | None = None
+    """Where a kernel of the platform's attends, not tiles."""
 
     def permute(self, tree: PyTree, hop: int | Int[Array, ""]) -> PyTree:
         """Everything `hop` ranks on. What is known at run time only goes by powers of two, every device taking the
@@ -115,10 +118,17 @@ def _outputs(ring, q, k, v, tokens):
 
     def compute(shift, held):
         k_tokens = ring.tokens_of(tokens, (mine - shift) % ring.ranks)
+        if ring.halves is not None:
+            return ring.halves.forward(_is_own(shift), mine >= shift, q, *held, q_tokens, k_tokens)
         return tiled.forward(q, held[0], held[1], q_tokens, k_tokens, ring.mask, ring.scale, ring.block)
 
     out, lse, tiles = _go_round(ring, ring.rounds(tokens), (k, v), compute, _merged, lambda carry, hop: carry)
     return out.astype(q.dtype), lse, tiles
+
+
+def _is_own(shift):
+    """Whether it is the round before the first hop: of the others the loops count the shift."""
+    return isinstance(shift, int) and shift == 0
 
 
 def _merged(a, b):
@@ -142,6 +152,10 @@ def _backward(ring, residuals, cotangents):
 
     def compute(shift, held):
         k_tokens = ring.tokens_of(tokens, (mine - shift) % ring.ranks)
+        if ring.halves is not None:
+            return ring.halves.backward(
+                _is_own(shift), mine >= shift, q, *held, out, lse, cotangent, q_tokens, k_tokens
+            )
         return tiled.backward(
             q, held[0], held[1], lse, deltas, cotangent, q_tokens, k_tokens, ring.mask, ring.scale, ring.block
         )

@@ -10,7 +10,8 @@ from jaxpar.kernels import attention as on_one_device
 from jaxpar.kernels import tiled
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.parallel.context import allgather, ring, ulysses
-from jaxpar.parallel.context.order import Order, multiple, needed_shifts
+from jaxpar.parallel.context.halves import Halves, fits
+from jaxpar.parallel.context.order import Order, in_sequence, multiple, needed_shifts, permutation
 
 AXIS = "context"
 
@@ -94,6 +95,9 @@ def attention(
     """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them; and how many tiles
     its forward pass computed. `kernel` attends where a rank has all of the sequence."""
     ranks, group = axis_sizes[AXIS], strategy.group
+    halves = None
+    if kernel == "splash" and group == 1 and mask.window is None and fits(q.shape[1]):
+        halves = Halves(strategy.order, scale, mask.soft_cap)
     block = strategy.block_of(tokens.positions.shape[1], ranks)
     if ranks == 1:
         return on_one_device.whole_sequence(kernel, q, k, v, tokens, mask, scale, block)
@@ -107,16 +111,27 @@ def attention(
         scale=scale,
         all_axes=tuple(axis_sizes),
         block=block,
+        halves=halves,
     )
+
+    def by_splash(q: Array, k: Array, v: Array, q_tokens: Tokens, num_parts: int, part: Int[Array, ""] | int):
+        places = permutation(strategy.order, tokens.positions.shape[1], ranks)
+        k, v, k_segments = (in_sequence(strategy.order, x, ranks) for x in (k, v, tokens.segment_ids))
+        return on_one_device.by_splash(q, k, v, q_tokens.segment_ids, k_segments, mask, scale, places, num_parts, part)
+
     if strategy.kind == "allgather":
         q_tokens = whole.tokens_of(tokens, whole.index())
         k, v = allgather.gather(k, AXIS), allgather.gather(v, AXIS)
+        if kernel == "splash":
+            return by_splash(q, k, v, q_tokens, ranks, whole.index())
         return on_one_device.counted(q, k, v, q_tokens, tokens, mask, scale, block)
     if group == 1:
         return ring.attention(whole, q, k, v, tokens)
     groups = ulysses.rank_groups(ranks, group)
     q, k, v = (ulysses.to_heads(x, AXIS, group, groups) for x in (q, k, v))
-    if group == ranks:
+    if group == ranks and kernel == "splash":
+        out, tiles = by_splash(q, k, v, tokens, 1, 0)
+    elif group == ranks:
         out, tiles = on_one_device.whole_sequence(kernel, q, k, v, tokens, mask, scale, block)
     else:
         out, tiles = ring.attention(whole, q, k, v, tokens)
