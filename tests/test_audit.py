@@ -108,7 +108,7 @@ def test_a_parameter_that_is_not_cut_is_a_surprise():
 
 
 def test_a_tpu_slice(cache):
-    model = MODEL.replace(vocab_size=256, embed_dim=128, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=128)
+    model = MODEL.replace(vocab_size=256, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=128)
     config = dataclasses.replace(CONFIG, model=model)
     found = report.audit(config, Topology.parse("v5e:2x4"), 300)
     assert found.program.attention == "splash"
