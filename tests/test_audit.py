@@ -11,6 +11,7 @@ from jaxpar.audit import report
 from jaxpar.audit.compile import Parameter, compile_step
 from jaxpar.audit.hlo import read_collectives
 from jaxpar.audit.hlo_text import Module
+from jaxpar.audit.planned import cluster_of, job_of, step_flops
 from jaxpar.audit.topology import Topology
 from jaxpar.audit.work import Work, touched_bytes
 from jaxpar.config import Config, DataConfig, ParallelConfig
@@ -108,13 +109,16 @@ def test_a_parameter_that_is_not_cut_is_a_surprise():
 
 
 def test_a_tpu_slice(cache):
-    model = MODEL.replace(vocab_size=256, embed_dim=128, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=128)
+    model = MODEL.replace(vocab_size=256, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=128)
     config = dataclasses.replace(CONFIG, model=model)
-    found = report.audit(config, Topology.parse("v5e:2x4"), 300)
+    topology = Topology.parse("v5e:2x4")
+    found = report.audit(config, topology, 300)
     assert found.program.attention == "splash"
     assert found.estimated_cycles is not None
     assert found.estimated_cycles > 1e4
-    assert found.flops == pytest.approx(found.planned_flops, rel=0.02)
+    # The compiler may keep what the backward pass would do again.
+    kept = job_of(config, cluster_of(topology), found.program.mesh).replace(remat="none")
+    assert step_flops(kept, "splash", False) <= found.flops <= 1.02 * found.planned_flops
     assert "libtpu" in found.program.versions
 
 
