@@ -72,7 +72,7 @@ class Layout:
     over `data` as well."""
     context: ContextStrategy = dataclasses.field(default_factory=ContextStrategy)
     attention_kernel: Kernel = "tiled"
-    """What attends where a device has the whole sequence."""
+    """What attends where a device has all keys; splash in a ring's rounds, too."""
     packs_documents: bool = False
     """Whether sequences hold documents that attend to themselves alone: rounds of a ring may then be left out."""
     is_fp8: bool = False
