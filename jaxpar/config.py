@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import math
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,13 @@ class ParallelConfig:
     under `context`, too), where their limits allow, else plain JAX in tiles."""
     grad_accumulation: Annotated[int, _alias("grad-accumulation", "microbatches")] = 1
     """Microbatches per step, the pipeline's under `pipe`; gradients are summed over `data` once, after the last."""
+    moe_dispatch: Annotated[Literal["dropless", "capacity"], _alias("moe-dispatch")] = "dropless"
+    """How tokens go to their experts: dropless, in grouped matmuls of whatever sizes; capacity, as many of a sequence
+    to each expert as it has slots for, the rest passing by."""
+    capacity_factor: Annotated[float, _alias("capacity-factor")] = 1.25
+    """Slots of an expert, in units of what balanced routing sends it."""
+    capacity_order: Annotated[Literal["arrival", "score"], _alias("capacity-order")] = "arrival"
+    """Who gets the slots: a sequence's first tokens, or those with the largest weights."""
     pipeline: Annotated[str, _alias("pipeline")] = "1f1b"
     """Schedule of the microbatches through the stages of `pipe`: gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2; with chunks
     interleaved-1f1b, looped-bfs, zb-v, dualpipe-v; with slices terapipe; auto: searched for, by the stages' modelled
@@ -240,6 +248,11 @@ class Config:
             ("--process-id", self.run.process_id, 0, self.run.num_processes - 1),
         ):
             toml.check_range(flag, value, least, most)
+        if not 0 < self.parallel.capacity_factor < math.inf:
+            raise ValueError(
+                f"--capacity-factor is {self.parallel.capacity_factor}; it must be above 0, and finite: 1 has a slot "
+                "for each token under balanced routing"
+            )
         if self.run.stop_at is not None and not 1 <= self.run.stop_at <= self.run.steps:
             raise ValueError(f"--stop-at {self.run.stop_at} is outside of the run: 1 to --steps {self.run.steps}")
         if self.model.positions == "learned" and self.data.seq_len > self.model.max_seq_len:

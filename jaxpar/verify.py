@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.audit.compile import lower
 from jaxpar.audit.hlo import read_collectives, summarize
 from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig, OptimizerConfig
@@ -23,15 +23,14 @@ from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline.schedule import Schedule
 from jaxpar.parallel.pipeline.stack import slots_of
 from jaxpar.parallel.remat import Remat
-from jaxpar.planning.traffic import Traffic, TrafficSettings, pipeline_traffic, step_traffic
-from jaxpar.training import optimizers, pipelines, setup
+from jaxpar.planning.traffic import Stages, Traffic, TrafficSettings, ideal_expert_bytes, step_traffic
+from jaxpar.training import pipelines, setup
 from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
 from jaxpar.training.precision import Precision
-from jaxpar.training.step import abstract_state, make_step
-from meshes import build_mesh
 
 TOLERANCE = 1e-9
 """Of the loss, and of each gradient relative to its scale, in float64."""
@@ -40,6 +39,7 @@ TRAFFIC_TOLERANCE = 0.01
 SCALARS_BYTES = 1024
 """What losses and norms may add to a collective that they are combined with: no formula counts them."""
 MAX_DEVICES = 32
+_EXCHANGES = ("all-to-all", "ragged-all-to-all")
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,17 @@ def verify(config: Config, mesh: Mapping[str, int]) -> Verdict:
         and numbers["loss_error"] <= TOLERANCE
         and numbers["max_gradient_error"] <= TOLERANCE
     )
-    held, note = found, ""
-    if mesh["pipe"] > 1:
-        held = {
-            axes: {op: value for op, value in found.get(axes, {}).items() if op in expected[axes]} for axes in expected
-        }
-        note = "under pipe only the stages' hops are held against their formula; counts are sums over a tick's branches"
+    held, note, schedule = found, "", pipelines.make_schedule(compiled, mesh["pipe"])
+    if schedule is not None and not _is_known(schedule):
+        held = {"pipe": {op: found["pipe"][op] for op in expected["pipe"]}}
+        note = f"of {schedule.kind} only the stages' hops are held against their formula"
+    elif config.model.num_experts and mesh["expert"] > 1:
+        sent = sum(ops.get(op, 0) for ops in [expected.get("expert", {})] for op in _EXCHANGES)
+        ideal = ideal_expert_bytes(compiled.model, traffic_settings(compiled, mesh))
+        note = (
+            f"buffers exchanged over expert hold {sent:,} bytes, {sent / ideal:.2f} times what balanced routing sends "
+            "forward and backward"
+        )
     return Verdict(
         **numbers,
         collectives=found,
@@ -105,15 +110,18 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
     num_kv_heads = same_cut(
         "kv_heads", model.num_kv_heads, (n for n in itertools.count(fewest) if n * group % tensor == 0)
     )
-    data, counts = _small_data(config, mesh, scale), _layers_per_part(config, mesh)
+    data, counts = _small_data(config, mesh, scale), _units_per_part(config, mesh)
+    num_dense_layers = min(model.num_dense_layers, 1)
     shrunk = model.replace(
         vocab_size=512 if model.vocab_size % 256 == 0 else 500,
         embed_dim=same_cut("embed", model.embed_dim, itertools.count(32 * scale, 2)),
-        num_layers=sum(counts),
+        num_layers=num_dense_layers + sum(counts) * (model.moe_every if model.num_experts else 1),
+        num_dense_layers=num_dense_layers,
         num_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
         head_dim=8 * scale,
         mlp_dim=tensor * -(-48 * scale // tensor),
+        expert_mlp_dim=tensor * -(-24 * scale // tensor),
         max_seq_len=data.seq_len,
         rope_original_seq_len=data.seq_len,
         sliding_window=None if model.sliding_window is None else data.seq_len // 3,
@@ -123,7 +131,7 @@ def small(config: Config, mesh: Mapping[str, int], scale: int) -> Config:
     return dataclasses.replace(config, model=shrunk, data=data, parallel=parallel)
 
 
-def _layers_per_part(config: Config, mesh: Mapping[str, int]) -> tuple[int, ...]:
+def _units_per_part(config: Config, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """As unequal as the config's: more than one in the largest part, if it has as many, and more than remat has in a
     group."""
     counts = pipelines.layers_per_part(config, pipelines.make_schedule(config, mesh["pipe"]))
@@ -196,7 +204,7 @@ def random_batch(config: Config) -> Batch:
 
 def true_sizes(model: Model, params: PyTree) -> dict[str, np.ndarray]:
     """The parameters by path, on the host, without padding, layers in order."""
-    slots = slots_of(model.layout.layer_order(model.config.num_layers))
+    slots = slots_of(model.layout.layer_order(model.config.num_units))
 
     def true(leaf: Any, names: tuple[str | None, ...]) -> np.ndarray:
         whole = np.asarray(leaf)[tuple(slice(model.config.vocab_size if name == "vocab" else None) for name in names)]
@@ -228,7 +236,9 @@ def gradient_errors(grads: Mapping[str, np.ndarray], want: Mapping[str, np.ndarr
 
 def compiled_traffic(config: Config, mesh: Mapping[str, int]) -> dict[str, dict[str, dict[str, int]]]:
     """The collectives of the train step as compiled for H100s: {axes: {op: {"count", "bytes"}}} per device."""
-    return summarize(read_collectives(compiled_step(config, mesh).as_text(), mesh))
+    schedule = pipelines.make_schedule(config, mesh["pipe"])
+    taken = Program.of(schedule).taken if schedule is not None else {}
+    return summarize(read_collectives(compiled_step(config, mesh).as_text(), mesh, taken))
 
 
 def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Any:
@@ -238,33 +248,49 @@ def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax
     size = math.prod(mesh.values())
     if devices is None:
         devices = gpu_devices(f"h100:{size // 8}x8" if size % 8 == 0 else f"h100:1x{size}")
-    there = build_mesh(",".join(f"{axis}={n}" for axis, n in mesh.items()), "", devices)
-    model = setup.make_model(config, there)
-    # What a layout's strategies send is the same with any optimizer; Muon's own exchanges are not among it.
-    tx = optimizers.make(OptimizerConfig(), config.run.steps, model.names)
-    step = jax.jit(make_step(model, tx, config.optimizer.clip_norm), donate_argnums=0)
+    sizes = ",".join(f"{axis}={n}" for axis, n in mesh.items())
+    config = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, mesh=sizes, dcn_mesh=""),
+        # What a layout's strategies send is the same with any optimizer; Muon's own exchanges are not among it.
+        optimizer=OptimizerConfig(clip_norm=config.optimizer.clip_norm),
+    )
     with jax.enable_x64(config.run.precision == "float64"):
-        # Before the mesh is current: nothing can be computed on devices that are not here.
-        arguments = abstract_state(model, tx), abstract_batch(config, model)
-        with jax.set_mesh(there):
-            return step.lower(*arguments).compile()
-
-
-def abstract_batch(config: Config, model: Model) -> Batch:
-    microbatches = config.parallel.grad_accumulation
-    shape = (microbatches, config.data.batch_size // microbatches, config.data.seq_len)
-    sharding = model.layout.sharding(model.layout.stacked_batch_spec())
-
-    def like(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    return Batch(like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.float32))
+        lowered, *_ = lower(config, devices, jax.default_backend())
+        return lowered.compile()
 
 
 def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
     """What the strategies' formulas say that `compiled_traffic` finds."""
+    settings, schedule = traffic_settings(config, mesh), pipelines.make_schedule(config, mesh["pipe"])
+    if schedule is None or _is_known(schedule):
+        return step_traffic(config.model, settings)
+    if lengths := pipelines.slice_lengths(config, mesh, schedule):
+        settings = dataclasses.replace(settings, seq_len=max(lengths))
+    return {"pipe": {"collective-permute": step_traffic(config.model, settings)["pipe"]["collective-permute"]}}
+
+
+def _is_known(schedule: Schedule) -> bool:
+    """Whether the formulas have all of its traffic, not the hops alone."""
+    return schedule.kind not in looped.KINDS and schedule.num_slices == 1
+
+
+def traffic_settings(config: Config, mesh: Mapping[str, int]) -> TrafficSettings:
+    """For a step compiled for GPUs."""
     dtypes, schedule = Precision.of(config.run), pipelines.make_schedule(config, mesh["pipe"])
-    settings = TrafficSettings(
+    stages = None
+    if schedule is not None:
+        is_looped = schedule.kind in looped.KINDS
+        stages = Stages(
+            permutes=2 * looped.num_ticks(schedule)
+            if is_looped
+            else schedule.num_ticks * len(Program.of(schedule).hops),
+            num_chunks=schedule.num_chunks,
+            layers_per_chunk=max(pipelines.layers_per_part(config, schedule)),
+            keeps_residuals=config.parallel.pipeline_residuals,
+            spreads_head=config.parallel.spread_head,
+        )
+    return TrafficSettings(
         mesh=mesh,
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
@@ -276,14 +302,9 @@ def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
         remat=config.parallel.remat,
         zero=config.parallel.zero,
         context=pipelines.context_strategy(config, mesh, schedule),
+        dispatch=setup.expert_strategy(config, "gpu"),
+        stages=stages,
     )
-    if schedule is None:
-        return step_traffic(config.model, settings)
-    if lengths := pipelines.slice_lengths(config, mesh, schedule):
-        settings = dataclasses.replace(settings, seq_len=max(lengths))
-    is_looped = schedule.kind in looped.KINDS
-    hops = 2 * looped.num_ticks(schedule) if is_looped else schedule.num_ticks * len(Program.of(schedule).hops)
-    return pipeline_traffic(config.model, settings, hops)
 
 
 def agree(found: Mapping[str, Mapping[str, Mapping[str, int]]], expected: Traffic) -> bool:

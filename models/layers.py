@@ -1,5 +1,6 @@
 """The parts of a Transformer block. Each is written once, as if for one device; `Layout` says where it runs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -43,6 +44,20 @@ class Norm(nnx.Module):
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         out = layout.scale(normed.astype(x.dtype), self.scale)
         return layout.shift(out, self.bias) if self.kind == "layernorm" else out
+
+
+class HeadsNorm(nnx.Module):
+    """RMSNorm over all heads of a token together (OLMoE, arXiv 2409.02060), in at least float32."""
+
+    def __init__(self, config: ModelConfig, num_heads: int, heads: str, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.num_heads, self.eps = num_heads, config.norm_eps
+        self.scale = declare(rngs, (num_heads, config.head_dim), (heads, "head_dim"), constant(1.0), dtype)
+
+    def __call__(self, x: Float[Array, "B S H K"], layout: Layout) -> Float[Array, "B S H K"]:
+        wide = x.astype(widened(x.dtype))
+        total = layout.sum_over_heads(jnp.sum(wide * wide, axis=(-2, -1), keepdims=True), self.num_heads)
+        normed = wide * jax.lax.rsqrt(total / (self.num_heads * x.shape[-1]) + self.eps)
+        return layout.scale(normed.astype(x.dtype), self.scale)
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,12 @@ class Attention(nnx.Module):
                 declare(rngs, (config.num_kv_heads, head_dim), ("kv_heads", "head_dim"), constant(0.0), dtype)
                 for _ in range(2)
             )
-        if config.qk_norm:
+        self.query_norm: HeadsNorm | Norm
+        self.key_norm: HeadsNorm | Norm
+        if config.qk_norm and config.qk_norm_over == "heads":
+            self.query_norm = HeadsNorm(config, config.num_heads, "heads", rngs, dtype)
+            self.key_norm = HeadsNorm(config, config.num_kv_heads, "kv_heads", rngs, dtype)
+        elif config.qk_norm:
             self.query_norm = Norm(config, head_dim, ("batch", "seq", "heads"), rngs, dtype, "rmsnorm")
             over_keys = "batch", "seq", ("kv_heads", config.num_kv_heads)
             self.key_norm = Norm(config, head_dim, over_keys, rngs, dtype, "rmsnorm")
@@ -145,12 +165,19 @@ class Attention(nnx.Module):
         return layout.shift(out, self.out_bias) if config.attention_output_bias else out, (k, v)
 
 
-class Mlp(nnx.Module):
-    """SwiGLU (arXiv 2002.05202) or GPT-2's GELU feed-forward."""
+def activation(config: ModelConfig, into: Callable[[str], Float[Array, "... F"]]) -> Float[Array, "... F"]:
+    """The hidden layer of an MLP, of what into("gate") and into("up") give."""
+    if config.mlp == "swiglu":
+        return jax.nn.silu(into("gate")) * into("up")
+    return jax.nn.gelu(into("up"), approximate=True)
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+
+class Mlp(nnx.Module):
+    """SwiGLU (arXiv 2002.05202) or GPT-2's GELU feed-forward; `width` is the config's mlp_dim where it is not given."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype, width: int | None = None):
         self.config = config
-        embed, hidden, std = config.embed_dim, config.mlp_dim, config.init_std
+        embed, hidden, std = config.embed_dim, width or config.mlp_dim, config.init_std
         if config.mlp == "swiglu":
             self.gate = declare(rngs, (embed, hidden), ("embed", "mlp"), normal(std), dtype)
         self.up = declare(rngs, (embed, hidden), ("embed", "mlp"), normal(std), dtype)
@@ -164,40 +191,15 @@ class Mlp(nnx.Module):
             self.down_bias = declare(rngs, (embed,), ("vector",), constant(0.0), dtype, RESIDUAL)
 
     def __call__(self, x: Float[Array, "B S D"], layout: Layout) -> Float[Array, "B S D"]:
-        x = layout.enter_tensor(x)
+        out = layout.leave_tensor(self.addend(layout.enter_tensor(x), layout))
+        out = layout.named("mlp_out", out)
+        return layout.shift(out, self.down_bias) if self.config.mlp_bias else out
+
+    def addend(self, x: Float[Array, "B S D"], layout: Layout) -> Float[Array, "B S D"]:
+        """Of what has entered `tensor`, this rank's addend of the output, without the last bias."""
 
         def into(name: str) -> Float[Array, "B S F"]:
             hidden = layout.named("mlp_" + name, layout.project("bsd,df->bsf", x, getattr(self, name)))
             return layout.shift(hidden, getattr(self, name + "_bias")) if self.config.mlp_bias else hidden
 
-        if self.config.mlp == "swiglu":
-            hidden = jax.nn.silu(into("gate")) * into("up")
-        else:
-            hidden = jax.nn.gelu(into("up"), approximate=True)
-        out = layout.exit_tensor("bsf,fd->bsd", hidden, self.down)
-        out = layout.named("mlp_out", out)
-        return layout.shift(out, self.down_bias) if self.config.mlp_bias else out
-
-
-class Block(nnx.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)). Beside x it gives what a layer tells of itself, by
-    name, and x's keys and values, which in a cache stand for x when later tokens come."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
-        self.attention_norm = Norm(config, config.embed_dim, RESIDUAL, rngs, dtype)
-        self.attention = Attention(config, rngs, dtype)
-        self.mlp_norm = Norm(config, config.embed_dim, RESIDUAL, rngs, dtype)
-        self.mlp = Mlp(config, rngs, dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "B S D"],
-        rope: Rope | None,
-        tokens: Tokens,
-        layout: Layout,
-        cache: Cache | None = None,
-    ) -> tuple[Float[Array, "B S D"], dict[str, Array], KeysValues]:
-        x = layout.named("block_input", x)
-        attended, made = self.attention(self.attention_norm(x, layout), rope, tokens, layout, cache)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x, layout), layout), {}, made
+        return layout.multiply("bsf,fd->bsd", activation(self.config, into), self.down)

@@ -1,4 +1,4 @@
-"""The decoder: embedding, a stack of blocks, head. Single-device Flax but for the `Layout` that it is called with."""
+"""The decoder: embedding, a stack of equal blocks, head. Single-device Flax but for its `Layout`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +16,18 @@ from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.parameter import Parameter
 from jaxpar.parallel.vocab import Objective
+from models.block import Block, Unit
 from models.config import ModelConfig
-from models.layers import RESIDUAL, Block, KeysValues, Norm, Rope
+from models.layers import RESIDUAL, KeysValues, Norm, Rope
 from models.parameters import Initializer, declare, normal
 
 Told = dict[str, Array]
 """What layers tell of themselves beside their output, by name, with a leading layers dim: sums over the tokens.
 `auxiliary_loss` is minimised too."""
+
+
+Run = Callable[[PyTree, Array, Cache | None], tuple[Array, Told, KeysValues]]
+"""(parameters of a block, x, what came before) -> what the block gives."""
 
 
 class Reported(NamedTuple):
@@ -36,6 +41,32 @@ class Reported(NamedTuple):
 def auxiliary_loss(told: Told, dtype: jnp.dtype) -> Float[Array, ""]:
     """What layers add to what is minimised."""
     return jnp.sum(told["auxiliary_loss"]).astype(dtype) if "auxiliary_loss" in told else jnp.zeros((), dtype)
+
+
+def _without_cache(run: Run) -> Callable[[PyTree, Array], tuple[Array, Told]]:
+    return lambda params, x: run(params, x, None)[:2]
+
+
+def _repeated(config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype) -> Block | Unit:
+    """What the stack repeats."""
+    if config.num_experts and config.moe_every > 1:
+        return Unit(config, rngs, dtype)
+    return Block(config, rngs, dtype, is_mixture=config.num_experts > 0)
+
+
+def balanced(config: ModelConfig, params: PyTree, told: Told) -> PyTree:
+    """Parameters with the routers' biases moved towards equal loads, by what the layers told of a step (DeepSeek-V3,
+    arXiv 2412.19437, section 2.1.2)."""
+    if not (config.num_experts and config.balancing == "bias"):
+        return params
+    loads = told["tokens_per_expert"]
+    missing = jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)
+
+    def moved(path: tuple, leaf: Array) -> Array:
+        is_bias = jax.tree_util.keystr(path, simple=True, separator=".").endswith("mlp.bias")
+        return leaf + (config.bias_update_rate * missing).astype(leaf.dtype) if is_bias else leaf
+
+    return {**params, "blocks": jax.tree_util.tree_map_with_path(moved, params["blocks"])}
 
 
 def _rows_then_zeros(init: Initializer, num_rows: int, dim: int) -> Initializer:
@@ -88,24 +119,33 @@ class Transformer(nnx.Module):
                 _rows_then_zeros(init, config.vocab_size, 1),
                 dtype,
             )
+        self.first_blocks = nnx.List(
+            [
+                Block(config, nnx.Rngs(params=rngs.params()), dtype, is_mixture=False)
+                for _ in range(config.num_dense_layers if config.num_experts else 0)
+            ]
+        )
         # A layer's key is folded from its global index: it does not depend on how many layers there are, or where.
         layers = jnp.asarray(layer_order.clip(0))
         layer_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rngs.params(), layers)
-        self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key), dtype))(layer_keys)
+        self.blocks = nnx.vmap(lambda key: _repeated(config, nnx.Rngs(params=key), dtype))(layer_keys)
         if np.any(layer_order < 0):
             nnx.update(self.blocks, jax.tree.map(partial(_zeroed, layer_order < 0), nnx.state(self.blocks)))
 
     def embed(self, batch: Batch, layout: Layout) -> Float[Array, "B S D"]:
-        """The input of the first block, in the residual stream."""
+        """The input of the stacked blocks, in the residual stream."""
         x = layout.lookup(self.embedding, batch.tokens)
-        return x + layout.lookup(self.position_embedding, batch.positions) if self._has_learned_positions else x
+        if self._has_learned_positions:
+            x = x + layout.lookup(self.position_embedding, batch.positions)
+        for block in self.first_blocks:
+            x, _ = layout.layer(_without_cache(self._run(block, batch, layout)), nnx.state(block), x)
+        return x
 
     def stack(
         self, blocks: PyTree, x: Float[Array, "B S D"], batch: Batch, layout: Layout, part: Int[Array, ""] | None = None
     ) -> tuple[Float[Array, "B S D"], Told]:
         """Through some of the blocks, which are given as their parameters, stacked; under `pipe`, of a part."""
-        block = self._block(batch, layout)
-        return layout.layers(lambda params, x: block(params, x, None)[:2], blocks, x, part)
+        return layout.layers(_without_cache(self._run(self.blocks, batch, layout)), blocks, x, part)
 
     def stack_after(
         self,
@@ -119,20 +159,20 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Told, KeysValues]:
         """As `stack`, of tokens of `batch` that come after those of `earlier` in the same sequences, whose keys and
         values are `before`, if there are any; and those of `batch`, both with a leading layers dim."""
-        block, tokens = self._block(batch, layout), layout.sequence(earlier)
+        block, tokens = self._run(self.blocks, batch, layout), layout.sequence(earlier)
 
         def after(each: tuple[PyTree, KeysValues | None], x: Array) -> tuple[Array, tuple[Told, KeysValues]]:
             params, before = each
-            x, *beside = block(params, x, Cache(*before, tokens) if before is not None else None)
-            return x, tuple(beside)
+            x, told, made = block(params, x, Cache(*before, tokens) if before is not None else None)
+            return x, (told, made)
 
         x, (told, made) = layout.layers(after, (blocks, before), x, part)
         return x, told, made
 
-    def _block(self, batch: Batch, layout: Layout) -> Callable[[PyTree, Array, Cache | None], tuple]:
+    def _run(self, block: nnx.Module, batch: Batch, layout: Layout) -> Run:
         rope = None if self._has_learned_positions else Rope.at(self.config, batch.positions, layout.compute_dtype)
-        tokens, graph = layout.sequence(batch), nnx.graphdef(self.blocks)
-        return lambda params, x, cache: nnx.merge(graph, params)(x, rope, tokens, layout, cache)
+        tokens, graph = layout.sequence(batch), nnx.graphdef(block)
+        return lambda params, x, cache: nnx.merge(graph, params)(x, rope, tokens, batch.routing, layout, cache)
 
     def head_loss(
         self, x: Float[Array, "B S D"], batch: Batch, layout: Layout, objective: Objective

@@ -14,7 +14,7 @@ from test_ladder import MODELS, num_devices
 from test_pipeline import functions, toy
 
 from jaxpar import verify
-from jaxpar.audit import hlo
+from jaxpar.audit import hlo_text
 from jaxpar.config import Config, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
 from jaxpar.parallel.pipeline import asynchronous
 from jaxpar.parallel.pipeline.asynchronous import Parts, Versions
@@ -314,7 +314,7 @@ def test_a_tick_permutes_outside_of_its_branches():
     """As compiled for GPUs: two permutes, none in a branch, where a stage's updates are."""
     asked = config("pipe=4,data=2", pipeline="pipedream")
     text = verify.compiled_step(asked, parse_mesh("pipe=4,data=2", 8)).as_text()
-    module = hlo._Module.parse(text)
+    module = hlo_text.Module.parse(text)
     ticks = [c for c in module.computations.values() if any(i.opcode == "conditional" for i, _, _ in c.calls)]
 
     def reached(name: str) -> set[str]:

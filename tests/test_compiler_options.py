@@ -11,8 +11,7 @@ from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig, ParallelConfig
 from jaxpar.training import optimizers, setup
 from jaxpar.training.compiler_options import TABLES, Options, as_text, resolve
-from jaxpar.training.step import abstract_state, make_step
-from jaxpar.verify import abstract_batch
+from jaxpar.training.step import abstract_batch, abstract_state, make_step
 from meshes import build_mesh
 from models.config import ModelConfig
 

@@ -204,3 +204,14 @@ def test_throughput_of_token_slices(seq_len, batch, seconds, printed):
 
     assert achieved(2048) == pytest.approx(printed, rel=0.01)
     assert achieved(seq_len) / printed == pytest.approx(seq_len / 2048, rel=0.12)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "llama3-8b"])
+@pytest.mark.parametrize("change", [{}, {"num_shared_experts": 1, "num_dense_layers": 2, "moe_every": 2}])
+def test_full_remat_runs_all_layers_again(name, change):
+    """Experts that a token is sent to, and routers, among them; the head is none of the layers."""
+    model = preset(name)
+    model = model.replace(**change) if model.num_experts else model
+    step = step_flops(model, 1, 4096, "full")
+    layers = layers_matmul_flops_per_token(model) + attention_flops_per_token(model, 4096, causal=False)
+    assert step.hardware - step.model == pytest.approx(layers, rel=1e-12)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import jax
@@ -193,6 +194,23 @@ def test_each_branch_of_a_conditional_counts_once(host):
         ("all-reduce", ("data",), LOCAL * 4, 3),
         ("all-reduce", ("tensor",), LOCAL * 4, 3),
     ]
+
+
+def test_a_named_conditional_counts_as_often_as_it_is_taken(host):
+    def twice_in_six(x):
+        def sines(x):
+            # Whatever else is in the branch has a scope of its own.
+            return lax.cond(jnp.sum(x) > 1, lambda x: lax.psum(jnp.sin(x), "tensor"), lambda x: x, x)
+
+        with jax.named_scope("seldom"):
+            return lax.cond(jnp.sum(x) > 0, lambda x: x, repeat(sines, 5), x)
+
+    text = compile_manual(host, repeat(twice_in_six, 6))
+    for taken, count in (None, 30), ({"often": Fraction(1, 2)}, 30), ({"seldom": Fraction(1, 3)}, 10):
+        collectives = read_collectives(text, host.shape, taken)
+        assert sorted_facts(collectives) == [("all-reduce", ("tensor",), LOCAL * 4, count)]
+    with pytest.raises(ValueError, match="would run 15/2 times; state how often"):
+        read_collectives(text, host.shape, {"seldom": Fraction(1, 4)})
 
 
 @pytest.mark.parametrize("where", ["host", "cpus"])
@@ -400,6 +418,69 @@ def test_forms_that_collectives_are_printed_in(body, expected):
     assert all(c.axes == ("z",) for c in collectives)
 
 
+CHAINED = """\
+%begin (q: f32[64]) -> (f32[64], f32[128]) {
+  %q = f32[64]{0} parameter(0)
+  %g = f32[128]{0} all-gather(%q), channel_id=3, GROUPS, frontend_attributes={chain_id="0"}
+  ROOT %s = (f32[64]{0}, f32[128]{0}) custom-call(%q, %g), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (q: f32[64], a: f32[8,8]) -> f32[8,8] {
+  %q = f32[64]{0} parameter(0)
+  %a = f32[8,8]{1,0} parameter(1)
+  %g = f32[128]{0} all-gather(%q), channel_id=3, GROUPS, frontend_attributes={chain_id="0"}
+  ROOT %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%end (q: f32[64]) -> f32[128] {
+  %q = f32[64]{0} parameter(0)
+  %g = f32[128]{0} all-gather(%q), channel_id=3, GROUPS, frontend_attributes={chain_id="0"}
+  ROOT %e = f32[128]{0} custom-call(%g), custom_call_target="AsyncCollectiveDone"
+}
+
+%scatter (q: f32[64]) -> f32[32] {
+  %q = f32[64]{0} parameter(0)
+  %i = s32[] constant(0)
+  %r = f32[64]{0} all-reduce(%q), channel_id=4, GROUPS, to_apply=%sum
+  ROOT %o = f32[32]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={32}
+}
+""".replace("GROUPS", "replica_groups=[4,2]<=[8]")
+
+
+def test_what_tpus_fuse_collectives_with():
+    """Steps of a gather beside a matmul are one gather; a reduction of which each keeps a slice is a reduce-scatter."""
+    body = (
+        "  %a = f32[8,8]{1,0} constant(0)\n"
+        "  %s = (f32[64]{0}, f32[128]{0}) fusion(%p), kind=kCustom, calls=%begin\n"
+        "  %m = f32[8,8]{1,0} fusion(%p, %a), kind=kOutput, calls=%beside\n"
+        "  %e = f32[128]{0} fusion(%p), kind=kCustom, calls=%end\n"
+        "  %o = f32[32]{0} fusion(%p), kind=kCustom, calls=%scatter"
+    )
+    found = read_collectives(module(body, before=CHAINED), X2Y2Z2)
+    assert [(c.op, c.bytes, c.count, c.beside) for c in found] == [
+        ("all-gather", 512, 1, "m"),
+        ("reduce-scatter", 256, 1, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("between", "beside"),
+    [
+        ("", ""),
+        ("  %c = f32[64]{0} copy(%p)\n", ""),
+        ("  %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n", "d"),
+    ],
+)
+def test_what_runs_between_start_and_end(between, beside):
+    body = (
+        "  %a = f32[8,8]{1,0} constant(0)\n"
+        "  %g = (f32[64], f32[128]) all-gather-start(%p), replica_groups=[4,2]<=[8]\n"
+        f"{between}  %h = f32[128] all-gather-done(%g)\n"
+        "  %z = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    )
+    assert [c.beside for c in read_collectives(module(body), X2Y2Z2)] == [beside]
+
+
 def test_summary_adds_executions_up_by_axes_and_operation():
     def collective(op, axes, bytes_, count):
         return Collective(op, axes, bytes_, count, computation="main", op_name="")
@@ -446,14 +527,14 @@ def test_every_chip_compiles(chip):
 @pytest.mark.parametrize(
     ("topology", "message"),
     [
-        ("h100x:1x8", "chip 'h100x' .* is none of a100, b200, h100, h200; did you mean 'h100'"),
+        ("h100x:1x8", "chip 'h100x' .* is none of a100, b200, h100, h200, v4.*; did you mean 'h100'"),
         ("tpu:1x8", "chip 'tpu' .* is none of a100, b200, h100, h200"),
         ("h100", "topology 'h100' is not CHIP:HOSTSxGPUS; write it like h100:2x8"),
         ("h100:8", "is not CHIP:HOSTSxGPUS"),
         ("h100:1x2x8", "is not CHIP:HOSTSxGPUS"),
         ("h100:0x8", "is not CHIP:HOSTSxGPUS"),
         ("h100:-1x8", "is not CHIP:HOSTSxGPUS"),
-        ("../h100:1x8", "is not CHIP:HOSTSxGPUS"),
+        ("../h100:1x8", "is not CHIP:SHAPE"),
     ],
 )
 def test_topology_that_does_not_exist_is_an_error(topology, message):

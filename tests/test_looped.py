@@ -11,7 +11,7 @@ from test_ladder import check_same
 from test_pipeline import by_one_device, by_pipeline, functions, toy, with_layers
 
 from jaxpar import verify
-from jaxpar.audit import hlo
+from jaxpar.audit import hlo, hlo_text
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.kinds import make
@@ -20,7 +20,9 @@ from jaxpar.training.evaluate import make_eval_step
 from meshes import parse_mesh
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", None), ("looped-bfs", 2), ("looped-bfs", 3)])
+@pytest.mark.parametrize(
+    ("kind", "chunks"), [("gpipe", None), ("looped-bfs", 2), pytest.param("looped-bfs", 3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 3), (4, 4), (4, 10)])
 def test_nan_in_what_holds_nothing(kind, chunks, stages, microbatches):
     """Microbatches fewer than, as many as, more than the stages, and no multiple of them."""
@@ -37,13 +39,20 @@ def test_nan_in_what_holds_nothing(kind, chunks, stages, microbatches):
     ("mesh", "parallel", "model", "packs"),
     [
         ("pipe=2,context=2,tensor=2", {"grad_accumulation": 4}, "qwen", True),
-        ("data=2,pipe=2,fsdp=2,tensor=2", {"grad_accumulation": 2, "reshard_after_forward": False}, "tiny", False),
+        pytest.param(
+            "data=2,pipe=2,fsdp=2,tensor=2",
+            {"grad_accumulation": 2, "reshard_after_forward": False},
+            "tiny",
+            False,
+            marks=pytest.mark.slow,
+        ),
         (
             "pipe=2,fsdp=2,context=2",
-            {"pipeline": "looped-bfs", "chunks": 2, "grad_accumulation": 4, "zero": 1},
+            {"pipeline": "looped-bfs", "chunks": 2, "grad_accumulation": 4, "reshard_after_forward": False},
             "gpt2",
             False,
         ),
+        pytest.param("data=2,pipe=2,fsdp=2", {"grad_accumulation": 4, "zero": 1}, "tiny", True, marks=pytest.mark.slow),
         pytest.param(
             "pipe=4,context=2",
             {"grad_accumulation": 2, "context_strategy": "hybrid=2x1", "remat": "none"},
@@ -99,7 +108,7 @@ def test_evaluation_with_a_ring_in_every_stage():
 
 def collectives_in_branches(text: str) -> set[str]:
     """The operations of a compiled program that are in a conditional, of which there must be some."""
-    module = hlo._Module.parse(text)
+    module = hlo_text.Module.parse(text)
 
     def reached(name: str) -> set[str]:
         return {name}.union(*(reached(callee) for _, _, callee in module.computations[name].calls))
@@ -115,7 +124,7 @@ def collectives_in_branches(text: str) -> set[str]:
     return {each.opcode.removesuffix("-start") for name in branches for each in module.computations[name].collectives}
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("looped-bfs", 2)])
+@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), pytest.param("looped-bfs", 2, marks=pytest.mark.slow)])
 def test_what_stages_send_as_compiled_for_gpus(kind, chunks):
     """A hop per tick and direction, as many bytes as said, and no permute, of pipe or ring, in a branch."""
     asked = with_layers(8, "tiny", pipeline=kind, chunks=chunks, grad_accumulation=4)

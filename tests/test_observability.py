@@ -197,7 +197,9 @@ def test_group_norms_on_a_mesh(training):
         rtol=1e-6,
     )
     meter = Meter(CONFIG, 4, PeakFlops(1e12, "test"), training.learning_rate, 0, lambda: None)
-    metrics = SimpleNamespace(loss=1.0, grad_norm=1.0, num_tokens=4.0, norms={"head": (np.float32(2), np.float32(3))})
+    metrics = SimpleNamespace(
+        routing={}, loss=1.0, grad_norm=1.0, num_tokens=4.0, norms={"head": (np.float32(2), np.float32(3))}
+    )
     assert meter.row(1, metrics, 0.0)["norms"] == {"head": [2.0, 3.0]}
 
 

@@ -172,7 +172,7 @@ def test_token_slices_of_a_model():
 def test_bad_cuts(capsys):
     with pytest.raises(ValueError, match=r"4 layers cannot be cut into 5 parts \(stages x chunks\); take 1 to 4"):
         partition([1.0] * 4, 5)
-    with pytest.raises(ValueError, match="layers' times must be positive"):
+    with pytest.raises(ValueError, match="a layer's time is 0; take a positive number"):
         partition([1.0, 0.0], 2)
     with pytest.raises(ValueError, match="granularity 3 does not divide the sequence's 8 tokens"):
         token_slices(lambda length, before: 1.0, 8, 2, granularity=3)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from test_ladder import check_same, config, num_devices
 
 from jaxpar import verify
-from jaxpar.audit import hlo
+from jaxpar.audit import hlo_text
 from jaxpar.config import OptimizerConfig
 from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.kinds import KINDS, make
@@ -200,7 +200,7 @@ def test_a_tick_as_compiled_for_gpus():
     model = asked.model.replace(num_layers=4, embed_dim=256, mlp_dim=512)
     asked = dataclasses.replace(asked, model=model)
     text = verify.compiled_step(asked, parse_mesh("pipe=4,fsdp=2", 8)).as_text()
-    module = hlo._Module.parse(text)
+    module = hlo_text.Module.parse(text)
     ticks = [c for c in module.computations.values() if any(i.opcode == "conditional" for i, _, _ in c.calls)]
     assert len(ticks) == 1
 

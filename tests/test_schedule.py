@@ -269,8 +269,8 @@ def test_bad_sizes(arguments, message):
 def test_bad_times():
     schedule = make("1f1b", 4, 8)
     for times, message in (
-        (Times(-1), "forward time -1 is negative"),
-        (Times(hop=float("nan")), "hop time nan is negative or not finite"),
+        (Times(-1), "forward time -1 is out of range"),
+        (Times(hop=float("nan")), "hop time nan is out of range; take 0 to 1e"),
         (Times((1, 2)), "2 forward times for 4 stages; give one, or one per stage"),
         (Times(0, 0, 0), "every time is 0"),
         (Times(slices=(1, 2)), "2 shares of time for 1 token slices"),

@@ -116,6 +116,12 @@ def test_tensor_parallelism_reduces_an_activation_twice_a_layer_and_direction(re
         (sizes(data=2, context=4), {"context_strategy": "ulysses", "grad_accumulation": 2}),
         (sizes(data=2, context=2, tensor=2), {"context_strategy": "allgather", "zero": 1}),
         (sizes(context=8), {"context_strategy": "hybrid=2x4"}),
+        *(
+            pytest.param(
+                sizes(context=8), {"context_strategy": kind, "remat": "save=attention"}, marks=pytest.mark.slow
+            )
+            for kind in ("allgather", "hybrid=2x4", "ring")
+        ),
     ],
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items() if v != 1),
 )
@@ -148,3 +154,63 @@ def test_gpt2s_learned_positions_and_biases():
     )  # fmt: skip
     _, expected = check(config(model), sizes(data=2, fsdp=2, tensor=2))
     assert expected["data+fsdp"]["all-reduce"] == 4 * 4 * (3 * 16 * 64 + 3072) // 2  # biases that `tensor` cuts
+
+
+BIASED = {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "tie_embeddings": True}
+GPT2 = {
+    "num_kv_heads": 16, "norm": "layernorm", "mlp": "gelu", "positions": "learned", "qkv_bias": True, "mlp_bias": True,
+    "attention_output_bias": True,
+}  # fmt: skip
+ALWAYS = {"reshard_after_forward": "always"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "parallel", "model"),
+    [
+        (sizes(pipe=2, fsdp=2, tensor=2), "1f1b", {}, {}),
+        (sizes(pipe=2, data=2, tensor=2), "zb-h1", {"spread_head": True, "zero": 1, "remat": "dots"}, BIASED),
+        (sizes(pipe=2, fsdp=4), "zb-v", {**ALWAYS, "remat": "none", "pipeline_residuals": True}, {"num_layers": 8}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (sizes(pipe=2, fsdp=2, tensor=2), "zb-h1", ALWAYS, {}),
+                (sizes(pipe=2, fsdp=2, tensor=2), "zb-v", {**ALWAYS, "remat": "none"}, {"num_layers": 8}),
+                (
+                    sizes(pipe=2, fsdp=2, tensor=2),
+                    "interleaved-1f1b",
+                    {"chunks": 2, "sequence_parallel": False, "spread_head": True},
+                    {"num_layers": 8},
+                ),
+                (sizes(pipe=2, tensor=4), "1f1b", {"remat": "dots"}, BIASED),
+                (sizes(pipe=2, data=2, tensor=2), "zb-h1", {"zero": 1, "pipeline_residuals": True}, {}),
+                (sizes(pipe=2, data=2, fsdp=2), "1f1b", {**ALWAYS, "spread_head": True}, {"tie_embeddings": True}),
+                (sizes(pipe=2, fsdp=2, tensor=2), "1f1b", {**ALWAYS, "spread_head": True}, GPT2),
+                (sizes(pipe=4, data=2), "dualpipe-v", {"zero": 1}, {"num_layers": 16}),
+                (sizes(pipe=2, context=2, tensor=2), "1f1b", {}, {}),
+                (
+                    sizes(pipe=2, fsdp=2, context=2),
+                    "zb-v",
+                    {"context_strategy": "ulysses", "remat": "none"},
+                    {"num_layers": 8},
+                ),
+                (sizes(pipe=2, fsdp=2, context=2), "zb-h1", {"pipeline_residuals": True}, {}),
+                # Groups in a loop, a last one of one layer, one group alone.
+                (sizes(pipe=2, fsdp=2, tensor=2), "1f1b", {**ALWAYS, "remat": "every=2"}, {"num_layers": 8}),
+                (sizes(pipe=2, fsdp=2, tensor=2), "zb-h1", {**ALWAYS, "remat": "every=2"}, {"num_layers": 6}),
+                (sizes(pipe=2, fsdp=2, tensor=2), "1f1b", {**ALWAYS, "remat": "every=3"}, {"num_layers": 6}),
+                # One layer in a chunk.
+                (sizes(pipe=4, tensor=2), "zb-h1", {"remat": "none"}, {}),
+                (sizes(pipe=4, fsdp=2), "1f1b", {**ALWAYS, "remat": "dots"}, {}),
+                # Unequal stages.
+                (sizes(pipe=2, fsdp=2, tensor=2), "zb-h1", ALWAYS, {"num_layers": 5}),
+            )
+        ),
+    ],
+    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items() if v != 1) if isinstance(value, dict) else value,
+)
+def test_a_pipeline_with_what_lies_in_its_stages(mesh, kind, parallel, model):
+    asked = config(dataclasses.replace(MODEL, **model), pipeline=kind, grad_accumulation=4, **parallel)
+    found, expected = check(asked, mesh)
+    for axes, ops in expected.items():
+        for op, num_bytes in ops.items():
+            assert 0 <= found[axes][op]["bytes"] - num_bytes <= 64  # scalars

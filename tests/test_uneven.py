@@ -13,7 +13,7 @@ from test_ladder import check_same, config, num_devices
 from test_pipeline import by_one_device, functions, toy, with_layers
 
 from jaxpar import verify
-from jaxpar.audit import hlo
+from jaxpar.audit import hlo_text
 from jaxpar.config import Config, OptimizerConfig
 from jaxpar.parallel import layers
 from jaxpar.parallel.pipeline import executor
@@ -21,6 +21,7 @@ from jaxpar.parallel.pipeline.kinds import make
 from jaxpar.parallel.pipeline.simulate import simulate
 from jaxpar.parallel.pipeline.stack import EMPTY, layer_order, slots_of
 from jaxpar.parallel.remat import FULL, Remat
+from jaxpar.planning.pipeline import stage_times
 from jaxpar.training import optimizers, pipelines, setup
 from jaxpar.training.checkpoints import canonical
 from jaxpar.training.checkpoints.checkpoint import Checkpoints
@@ -85,7 +86,7 @@ def test_a_small_model_to_verify_is_as_uneven(mesh, parallel):
 def test_auto_goes_by_the_stages_own_times():
     """The table that is searched for is no slower than those that are known, and within its limit."""
     asked = dataclasses.replace(config("tiny", pipeline="auto", grad_accumulation=8), model=preset("gpt2"))
-    work = setup.stage_times(asked.model, asked.data.seq_len, (4, 4, 4), FULL)
+    work = stage_times(asked.model, asked.data.seq_len, (4, 4, 4), FULL)
     assert isinstance(work.forward, list)
     assert work.forward[2] > work.forward[1] == work.forward[0] > 0
     assert work.backward[0] > work.backward[1] == work.backward[2] > work.weight[1]
@@ -95,6 +96,10 @@ def test_auto_goes_by_the_stages_own_times():
     limited = dataclasses.replace(asked.parallel, pipeline_memory_limit=2.0)
     tight = simulate(pipelines.make_schedule(dataclasses.replace(asked, parallel=limited), 3), work)
     assert max(tight.peak_memory) <= 2 < max(found.peak_memory)
+    mesh = setup.make_mesh(
+        dataclasses.replace(asked, parallel=dataclasses.replace(limited, mesh="pipe=3")), jax.devices()[:3]
+    )
+    assert setup.make_model(dataclasses.replace(asked, model=asked.model.replace(vocab_size=256)), mesh).layout.schedule
 
 
 # The same numbers ----------------------------------------------------------------------------------------------------
@@ -296,7 +301,7 @@ def test_equal_parts_have_no_conditional():
 def test_a_skipped_layer_as_compiled_for_gpus():
     """A branch holds a layer's collectives within its stage, and no permute."""
     asked = with_layers(3, "tiny", pipeline="1f1b", grad_accumulation=2)
-    module = hlo._Module.parse(verify.compiled_step(asked, parse_mesh("pipe=2,fsdp=2", 4)).as_text())
+    module = hlo_text.Module.parse(verify.compiled_step(asked, parse_mesh("pipe=2,fsdp=2", 4)).as_text())
 
     def reached(name: str) -> set[str]:
         return {name}.union(*(reached(callee) for _, _, callee in module.computations[name].calls))

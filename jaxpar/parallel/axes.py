@@ -6,6 +6,7 @@ A strategy that is only a mapping is rows here and nothing else:
     fully sharded (FSDP)     batch over `fsdp`; a parameter's embed over `fsdp`              (arXiv 1910.02054, ZeRO-3)
     ZeRO-1, ZeRO-2           embed over `data` too, for gradients and optimizer state alone  (arXiv 1910.02054)
     hybrid sharded (HSDP)    both: FSDP within `data`'s groups, replicas across them         (arXiv 2304.11277, §3.2.2)
+    expert parallel (EP)     experts over `expert`, see expert.py                        (arXiv 2006.16668)
     tensor parallel (TP)     heads, mlp, vocab over `tensor`, column then row                (arXiv 1909.08053, §3)
     sequence parallel (SP)   the residual stream's seq over `tensor` too                     (arXiv 2205.05198, §4.2)
     pipeline parallel (PP)   layers over `pipe`, see pipeline/executor.py                    (arXiv 1811.06965)
@@ -26,6 +27,13 @@ TOKEN_AXES = frozenset((*BATCH_AXES, "context"))
 """Every axis that tokens are cut over: a weight's gradient is a sum over all of them."""
 
 VOCAB_MULTIPLE = 256
+
+
+def gathered_axes(names: Sequence[str | None]) -> frozenset[str]:
+    """Those of TOKEN_AXES over which a rank needs the whole of a parameter with these logical axes: tokens go to their
+    experts, and an expert stays where it is."""
+    return TOKEN_AXES - {"expert"} if "experts" in names else TOKEN_AXES
+
 
 PARAMETER_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

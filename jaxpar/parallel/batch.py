@@ -4,7 +4,18 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routing:
+    """What routers need of a training step."""
+
+    shares: Float[Array, "*M B S"]
+    """Of each token in the step's tokens, times the loss scale: what auxiliary losses weigh it by."""
+    seeds: UInt32[Array, "*M B S"] | None = None
+    """What a token's noise is made of, where routers have any."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +35,8 @@ class Batch:
     """Tokens attend only to their own segment."""
     loss_weights: Float[Array, "*M B S"]
     """1 for a token that counts, 0 for padding."""
+    routing: Routing | None = None
+    """In a step's region, of mixtures of experts."""
 
     def in_order(self, order: Int[np.ndarray, " S"] | slice) -> "Batch":
         """With token `order[i]` of each sequence at place i."""

@@ -7,6 +7,7 @@ Collectives per step, in bytes of the whole weight W of a tensor rank (a ring mo
     reduce-scatter  W x reduction dtype, per microbatch
 On TPUs a reduce-scatter goes along one dimension of the torus after another (`Folds`), which moves as much: of one over
 a whole slice their compiler makes an all-reduce, of which each rank keeps a part.
+An expert's kernel is cut over (context, fsdp), and gathered over those alone: `expert` cuts the experts.
 Limits: an embed dim that the axes do not divide is not cut over them; its gradient is then summed once a step.
 """
 
@@ -25,7 +26,7 @@ from jaxpar.parallel.axes import TOKEN_AXES
 GATHERED = "gathered_weight"
 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]
-"""Which dims of an array are cut over which mesh axes."""
+"""Which dims of an array are cut over which mesh axes, in the order in which they are gathered."""
 Folds = tuple[tuple[str, tuple[int, ...]], ...]
 """Mesh axes that a reduce-scatter takes in steps, with the steps' sizes, slowest first."""
 
@@ -64,9 +65,9 @@ _gather.defvjp(_forward, _backward)
 
 
 def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts, folds: Folds = ()) -> Float[Array, "..."]:
-    """This rank's part of the sum over the ranks."""
+    """This rank's part of the sum over the ranks: what was gathered last is cut first."""
     sizes = dict(folds)
-    for dim, axes in cuts:
+    for dim, axes in reversed(cuts):
         if not any(axis in sizes for axis in axes):
             addends = lax.psum_scatter(addends, axes, scatter_dimension=dim, tiled=True)
             continue
@@ -86,7 +87,8 @@ def _steps(factors: tuple[int, ...]) -> list[list[list[int]] | None]:
 
 def save_all_but_gathered(primitive, *inputs, **params) -> bool:
     """A `jax.checkpoint` policy. Both ends of a gather are refused: the name, and the all-gather that it names, told
-    by its axes (and from one of K and V by a weight's fewer dims)."""
+    by its axes (from one of K and V by a weight's fewer dims, from one of tokens by being tiled)."""
     if primitive.name == "name":
         return params["name"] != GATHERED
-    return not (primitive.name == "all_gather" and TOKEN_AXES & {*params["axis_name"]} and inputs[0].ndim < 4)
+    is_weights = primitive.name == "all_gather" and params["tiled"] and inputs[0].ndim < 4
+    return not (is_weights and TOKEN_AXES & {*params["axis_name"]})

@@ -10,6 +10,18 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxpar.parallel.remat import FULL, NONE, Remat
 
 
+def alone(
+    block: Callable[[PyTree, Array], tuple[Array, PyTree]],
+    params: PyTree,
+    x: Float[Array, "B S D"],
+    *,
+    remat: Remat,
+    regather: bool,
+) -> tuple[Float[Array, "B S D"], PyTree]:
+    """block(params, x) of a layer that is in no loop: what it recomputes is kept from merging with the forward pass."""
+    return jax.checkpoint(lambda x, params: block(params, x), policy=remat.policy(regather))(x, params)
+
+
 def scan(
     block: Callable[[PyTree, Array], tuple[Array, PyTree]],
     stacked: PyTree,
@@ -57,9 +69,8 @@ def scan(
     if rest > 1:
         x, told_last = again(x, last)
     else:
-        # A loop of one layer is none: what it recomputes must be kept from merging with the forward pass.
-        alone = jax.checkpoint(layer, policy=FULL.policy(regather))
-        x, told_last = alone(x, jax.tree.map(lambda leaf: leaf[0], last))
+        # A loop of one layer is none.
+        x, told_last = alone(block, jax.tree.map(lambda leaf: leaf[0], last), x, remat=FULL, regather=regather)
         told_last = jax.tree.map(lambda leaf: leaf[None], told_last)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), told, told_last)
 

@@ -17,221 +17,61 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.kernels import attention as on_one_device
+from jaxpar.kernels import grouped
 from jaxpar.kernels.attention import Cache, Kernel
 from jaxpar.kernels.mask import AttentionMask, Tokens
-from jaxpar.parallel import context, data, fsdp, layers, tensor, vocab, zero
+from jaxpar.numerics import widened
+from jaxpar.parallel import context, data, expert, fsdp, layers, tensor, vocab, zero
 from jaxpar.parallel.axes import (
-    ACTIVATION_RULES,
-    PARAMETER_RULES,
-    STATE_RULES,
     TOKEN_AXES,
     axes_of,
+    gathered_axes,
     mesh_axes,
-    padded_vocab,
-    partition_spec,
-    without,
 )
 from jaxpar.parallel.batch import Batch
-from jaxpar.parallel.context import ContextStrategy
-from jaxpar.parallel.context.order import permutation
+from jaxpar.parallel.expert import ExpertStrategy
 from jaxpar.parallel.parameter import Parameter
-from jaxpar.parallel.pipeline import executor, stack
-from jaxpar.parallel.pipeline.schedule import Schedule
+from jaxpar.parallel.pipeline import executor
+from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.product import Apart, Observed, product
 from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
 from jaxpar.parallel.vocab import Objective
 from jaxpar.parallel.zero import Weight
-from meshes import MESH_AXES, torus_factors
+from meshes import MESH_AXES
 
 F = TypeVar("F", bound=Callable)
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Placement):
     """How a model lies on a mesh. Without a mesh it is the single-device reference of every other layout."""
 
-    mesh: Mesh | None
     compute_dtype: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))
     reduce_dtype: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))
     """In which weights' gradients are summed over ranks."""
-    sequence_parallel: bool = True
-    """Cut the sequence over `tensor` between blocks; no effect at tensor=1."""
-    reshard_after_forward: bool = True
-    """Drop a gathered weight after the forward pass and gather it again for the backward pass."""
     remat: Remat = FULL
-    zero: int = 3
-    """3: FSDP, all of a weight is cut. 1, 2: weights are whole on every rank, optimizer state (2: gradients too) is cut
-    over `data` as well."""
-    context: ContextStrategy = dataclasses.field(default_factory=ContextStrategy)
     attention_kernel: Kernel = "tiled"
     """What attends where a device has all keys; splash in a ring's rounds, too."""
+    dispatch: ExpertStrategy = dataclasses.field(default_factory=ExpertStrategy)
+    grouped_kernel: grouped.Kernel = "dense"
+    """What multiplies tokens by their experts' kernels, under dropless dispatch."""
     packs_documents: bool = False
     """Whether sequences hold documents that attend to themselves alone: rounds of a ring may then be left out."""
     is_fp8: bool = False
     """Whether the layers' matmuls round their operands to 8-bit floats."""
-    schedule: Schedule | None = None
-    """Of a step's microbatches through the stages that `pipe` cuts the layers into; None where it does not."""
-    layers_per_part: tuple[int, ...] | None = None
-    """Of the schedule's parts, in the model's order; None: as many in each."""
     keeps_residuals: bool = False
     """Whether a stage's forward pass keeps what its backward pass needs, which else computes it again."""
-    spreads_head: bool = False
-    """Whether embedding and head are the work of all stages together, each with its part of the vocabulary."""
-    gathered_over: frozenset[str] = frozenset()
-    """Axes over which weights were made whole before the step's first microbatch (by `before_stages`)."""
     slices: tuple[int, ...] = ()
     """The lengths of the schedule's token slices, where it has some."""
 
     @classmethod
     def single(cls, dtype: jnp.dtype, remat: Remat = NONE) -> "Layout":
         return cls(mesh=None, compute_dtype=jnp.dtype(dtype), reduce_dtype=jnp.dtype(dtype), remat=remat)
-
-    # How things lie --------------------------------------------------------------------------------------------------
-
-    def axis_size(self, *axes: str) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
-
-    def present(self, axes: Sequence[str] | frozenset[str]) -> tuple[str, ...]:
-        """Those of the axes that there are several ranks on, in their own order, or the mesh's for a set."""
-        ordered = [axis for axis in MESH_AXES if axis in axes] if isinstance(axes, frozenset) else axes
-        return tuple(axis for axis in ordered if self.axis_size(axis) > 1)
-
-    @property
-    def cuts_stream(self) -> bool:
-        """Whether the residual stream is cut over `tensor` along the sequence."""
-        return self.sequence_parallel and self.axis_size(tensor.AXIS) > 1
-
-    def spec(self, *names: str | None) -> P:
-        """The spec of an activation whose dims have these logical names; whole where there is no mesh."""
-        if self.mesh is None:
-            return P()
-        if not self.sequence_parallel:
-            names = tuple("seq" if name == "residual_seq" else name for name in names)
-        return partition_spec(names, ACTIVATION_RULES, self.mesh.shape)
-
-    def stacked_batch_spec(self) -> P:
-        """Of a step's batch [M, B, S]: each microbatch cut alike."""
-        return self.spec(None, "batch", "seq")
-
-    def parameter_spec(self, names: Sequence[str | None], shape: Sequence[int]) -> P:
-        """Where a parameter is kept, and what the optimizer keeps of it: names of its last dims, any dim before them is
-        `layers`."""
-        if self.mesh is None:
-            return P()
-        names = ("layers",) * (len(shape) - len(names)) + tuple(names)
-        return partition_spec(names, PARAMETER_RULES if self.zero == 3 else STATE_RULES, self.mesh.shape, shape)
-
-    def whole_spec(self, spec: P) -> P:
-        """Under ZeRO-1 and 2, of the copy that a step computes with."""
-        return without(spec, TOKEN_AXES)
-
-    def _met_spec(self, weight: Parameter) -> P:
-        """As a step meets a parameter."""
-        return without(self.parameter_spec(weight.axes, weight.dims), self._whole_axes)
-
-    @property
-    def _whole_axes(self) -> frozenset[str]:
-        """That cut no weight as a step meets it."""
-        return self.gathered_over | (TOKEN_AXES if self.zero < 3 else frozenset())
-
-    @property
-    def _vocab_axes(self) -> tuple[str, ...]:
-        """That cut the logits."""
-        return self.present([axis for axis in PARAMETER_RULES["vocab"] if axis not in self.gathered_over])
-
-    def owed_axes(self, spec: P, summed_over: Sequence[str], sizes: Sequence[int | None]) -> tuple[str, ...]:
-        """The mesh axes over which a gradient stays unsummed until the step's last microbatch.
-
-        Those that cut the activation dims which the gradient sums over (where they divide their sizes), less those that
-        cut the parameter itself, where the sum is a reduce-scatter in the backward pass. Under `pipe` a stage's
-        gradients by what is no layer's are addends too.
-        """
-        cut = (
-            axis
-            for name, size in zip(summed_over, sizes)
-            for axis in mesh_axes(self.spec(name))
-            if size is None or size % self.axis_size(axis) == 0
-        )
-        return self.present(frozenset({*cut, executor.AXIS}) - mesh_axes(spec))
-
-    def sharding(self, spec: P) -> NamedSharding | None:
-        return NamedSharding(self.mesh, spec) if self.mesh is not None else None
-
-    def whole(self) -> NamedSharding | None:
-        """The sharding of a scalar, or of anything whole on every device."""
-        return self.sharding(P())
-
-    def token_cuts(self, spec: P) -> fsdp.Cuts:
-        """The dims of a parameter that are cut over axes which tokens are cut over, too."""
-        return self._cuts(spec, TOKEN_AXES)
-
-    def _cuts(self, spec: P, over: frozenset[str]) -> fsdp.Cuts:
-        cuts = (
-            (dim, self.present([axis for axis in axes_of(part) if axis in over]))
-            for dim, part in enumerate(spec.partitions)
-        )
-        return tuple((dim, axes) for dim, axes in cuts if axes)
-
-    @property
-    def _is_on_tpus(self) -> bool:
-        return self.mesh is not None and self.mesh.devices.flat[0].platform == "tpu"
-
-    @property
-    def folds(self) -> fsdp.Folds:
-        """On TPUs, of all axes that weights are cut over."""
-        if not self._is_on_tpus:
-            return ()
-        return tuple((axis, torus_factors(self.mesh, axis)) for axis in self.present(TOKEN_AXES))
-
-    def in_stages(self) -> "Layout":
-        """Of what stages compute, with weights that `before_stages` made whole: over the axes that tokens are cut over,
-        but where they are to be gathered each time, and over the stages, but where those share a model's ends."""
-        axes = frozenset() if self.reshard_after_forward else TOKEN_AXES
-        return dataclasses.replace(self, gathered_over=axes | (frozenset() if self.spreads_head else {executor.AXIS}))
-
-    def cuts_before_stages(self, spec: P, names: Sequence[str | None]) -> fsdp.Cuts:
-        """The dims of a parameter that are gathered once for all of a pipeline's microbatches."""
-        return self._cuts(spec, self.gathered_over - ({executor.AXIS} if names[0] == "layers" else frozenset()))
-
-    def cuts_in_stages(self, spec: P) -> fsdp.Cuts:
-        """Those that are gathered in each action of a stage."""
-        return self._cuts(spec, TOKEN_AXES - self.gathered_over)
-
-    def padded_vocab(self, vocab_size: int) -> int:
-        return padded_vocab(vocab_size, self.mesh.shape if self.mesh is not None else dict.fromkeys(MESH_AXES, 1))
-
-    def sequence_order(self, seq_len: int) -> Int[np.ndarray, " S"]:
-        """Which token of a sequence lies at each place of a batch's arrays."""
-        return permutation(self.context.order, seq_len, self.axis_size("context"))
-
-    def layer_order(self, num_layers: int) -> Int[np.ndarray, " L"]:
-        """Which of the model's layers lies in each slot of its stacked parameters, or stack.EMPTY."""
-        if self.schedule is None:
-            return np.arange(num_layers)
-        num_parts = self.schedule.num_parts
-        return stack.layer_order(self.schedule, self.layers_per_part or (num_layers // num_parts,) * num_parts)
-
-    def check_divisible(self, size: int, name: str, what: str, num_microbatches: int = 1, unit: int = 1) -> None:
-        """Raise ValueError where an activation's logical axis `name`, of `size` in all microbatches together, cannot
-        be cut into equal parts; `what` is the setting to name, `unit` what it must be a multiple of besides."""
-        axes = self.present(mesh_axes(self.spec(name)))
-        parts = self.axis_size(*axes) * num_microbatches
-        if size % parts:
-            factors = [f"{axis}={self.axis_size(axis)}" for axis in axes]
-            factors += [f"{num_microbatches} microbatches"] if num_microbatches > 1 else []
-            parts = math.lcm(parts, unit)
-            nearest = [str(n) for n in (size // parts * parts, -(-size // parts) * parts) if n]
-            raise ValueError(
-                f"{what} {size} is not divisible by {' x '.join(factors)}; the nearest that is: {' or '.join(nearest)}"
-            )
 
     def region(self, function: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
         """function, of each rank's parts; as it is where there is no mesh."""
@@ -257,12 +97,12 @@ class Layout:
 
     def _gathered(self, weight: Parameter, value: Any) -> Any:
         if isinstance(value, Weight):
-            cuts = self.token_cuts(self.parameter_spec(weight.axes, weight.dims))
+            cuts = self.token_cuts(self.parameter_spec(weight.axes, weight.dims), weight.axes)
             return zero.gather(value, cuts, self.reduce_dtype, self.folds)
-        cuts = self.token_cuts(self._met_spec(weight))
+        cuts = self.token_cuts(self._met_spec(weight), weight.axes)
         if isinstance(value, Observed | Apart):
             return dataclasses.replace(value, weight=fsdp.gathered(value.weight, cuts, self.compute_dtype))
-        if self.mesh is None or self._whole_axes >= TOKEN_AXES:
+        if self.mesh is None or self._whole_axes(weight.axes) >= gathered_axes(weight.axes):
             return value.astype(self.compute_dtype)
         return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype, self.folds)
 
@@ -286,13 +126,21 @@ class Layout:
 
     def exit_tensor(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
         """x times a weight, row-parallel, summed over `tensor` into the residual stream."""
-        out = product(equation, x, self.gather(weight), self._fp8_axes, fuses=not self._is_on_tpus)
-        return tensor.leave(out, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else out
+        return self.leave_tensor(self.multiply(equation, x, weight))
+
+    def multiply(self, equation: str, x: Float[Array, "B S ..."], weight: Parameter) -> Float[Array, "B S D"]:
+        """x times a weight, row-parallel: this rank's addend."""
+        return product(equation, x, self.gather(weight), self._fp8_axes, fuses=not self._is_on_tpus)
 
     @property
     def _fp8_axes(self) -> tuple[str, ...] | None:
         # Stages are at different layers.
         return self.present([axis for axis in MESH_AXES if axis != executor.AXIS]) if self.is_fp8 else None
+
+    def sum_over_heads(self, x: Float[Array, "B S 1 1"], num_heads: int) -> Float[Array, "B S 1 1"]:
+        """A sum over this rank's heads as one over all `num_heads`, which `tensor` cuts where it divides them."""
+        ranks = self.axis_size(tensor.AXIS)
+        return tensor.total(x) if ranks > 1 and num_heads % ranks == 0 else x
 
     def scale(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x * vector over x's last dims, the vector's gradient left unsummed over the axes that it is owed over."""
@@ -301,6 +149,46 @@ class Layout:
     def shift(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x + vector over x's last dims, likewise."""
         return data.shift(x, vector[...])
+
+    def route(self, x: Float[Array, "B S D"], weight: Parameter) -> Float[Array, "B S E"]:
+        """x times a router's weight, both in at least float32; x is whole over `tensor`."""
+        wide = widened(x.dtype)
+        return product("bsd,de->bse", x.astype(wide), weight[...].astype(wide))
+
+    def once(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """x, for what every rank of `tensor` computes alike from it: its gradient counts on one of them."""
+        return tensor.once(x, tensor.AXIS) if self.axis_size(tensor.AXIS) > 1 else x
+
+    def loads(self, counts: Float[Array, "B E"], over: str) -> Float[Array, "B E"]:
+        """Tokens of each expert, summed over all ranks that have tokens of the same sequence, or of the same batch."""
+        if over == "batch":
+            counts = jnp.broadcast_to(jnp.sum(counts, axis=0, keepdims=True), counts.shape)
+        axes = self.present(TOKEN_AXES if over == "batch" else ("context",))
+        return lax.psum(counts, axes) if axes else counts
+
+    def experts(
+        self,
+        x: Float[Array, "B S D"],
+        weights: Float[Array, "B S k"],
+        ids: Int[Array, "B S k"],
+        num_experts: int,
+        ffn: Callable[[Float[Array, "... D"], Callable], Float[Array, "... D"]],
+    ) -> tuple[Float[Array, "B S D"], Int[Array, ""]]:
+        """(each token's sum of weight x ffn over its experts, an addend of the sum over `tensor`; how many pairs of
+        token and expert were dropped). `ffn(rows, multiply)` multiplies by experts' kernels with multiply(rows,
+        weight)."""
+        ranks = self.axis_size("context")
+        order = self.sequence_order(x.shape[1] * ranks) if ranks > 1 else None
+        place = expert.Place(self.axis_size(expert.AXIS), ranks, order)
+
+        def gathered(rows: Array, multiply: expert.Multiply) -> Array:
+            return ffn(rows, lambda rows, weight: multiply(rows, self.gather(weight)))
+
+        return expert.experts(self.dispatch, self.grouped_kernel, place, num_experts, x, weights, ids, gathered)
+
+    def leave_tensor(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """The sum of the ranks' addends over `tensor`, in the residual stream."""
+        return tensor.leave(x, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else x
 
     def attention(
         self,
@@ -354,6 +242,13 @@ class Layout:
         is_uneven = self.layers_per_part is not None and part is not None
         count = jnp.asarray(self.layers_per_part, jnp.int32)[part] if is_uneven else None
         return layers.scan(block, stacked, x, remat=self.remat, regather=self.reshard_after_forward, count=count)
+
+    def layer(
+        self, block: Callable[[PyTree, Array], tuple[Array, PyTree]], params: PyTree, x: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S D"], PyTree]:
+        """block(params, x) of one layer that is not stacked."""
+        remat = FULL if self.remat.every > 1 else self.remat
+        return layers.alone(block, params, x, remat=remat, regather=self.reshard_after_forward)
 
     def through_stages(
         self,

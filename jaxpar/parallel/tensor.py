@@ -48,6 +48,18 @@ leave.defvjp(
 )
 
 
+@jax.custom_vjp
+def total(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The ranks' sum, for what each does with it of its own: their gradients are addends."""
+    return lax.psum(x, AXIS)
+
+
+total.defvjp(
+    lambda x: (total.fun(x), None),
+    lambda _, cotangent: (total.fun(cotangent),),
+)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def once(x: Float[Array, "..."], axis: str) -> Float[Array, "..."]:
     """x, which every rank of an axis computes whole, or uses so: its gradient counts on one rank alone."""

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.parallel import fsdp
-from jaxpar.parallel.axes import TOKEN_AXES, without
+from jaxpar.parallel.axes import without
 
 
-def whole(master: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
-    """The copy that a step computes with, gathered from every rank's part of the master parameter."""
-    return jax.reshard(master.astype(dtype), without(jax.typeof(master).sharding.spec, TOKEN_AXES))
+def whole(master: Float[Array, "..."], dtype: jnp.dtype, axes: frozenset[str]) -> Float[Array, "..."]:
+    """The copy that a step computes with, gathered over `axes` from every rank's part of the master parameter."""
+    return jax.reshard(master.astype(dtype), without(jax.typeof(master).sharding.spec, axes))
 
 
 @jax.tree_util.register_dataclass

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from jaxpar.kernels.attention import RESULT
 from jaxpar.parallel.remat import Remat
 from models.config import ModelConfig
-from models.count import all_mlp_weights, attention_weights
+from models.count import all_mlp_weights, attention_weights, num_moe_layers
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,17 @@ def recomputed_flops_per_token(config: ModelConfig, seq_len: int, remat: Remat) 
     """FLOPs per token of what all layers' forward pass computes a second time, attention in full."""
     if remat.keeps_all:
         return 0.0
-    query = config.embed_dim * config.num_heads * config.head_dim
-    key = config.embed_dim * config.num_kv_heads * config.head_dim
-    mlp = config.embed_dim * config.mlp_dim
+    layers, mixtures = config.num_layers, num_moe_layers(config)
+    query = layers * config.embed_dim * config.num_heads * config.head_dim
+    key = layers * config.embed_dim * config.num_kv_heads * config.head_dim
+    met = (config.num_experts_per_token + config.num_shared_experts) * config.expert_mlp_dim
+    mlp = config.embed_dim * ((layers - mixtures) * config.mlp_dim + mixtures * met)
     weights = {"query": query, "key": key, "value": key, "attention_out": query, "mlp_up": mlp, "mlp_out": mlp}
     if config.mlp == "swiglu":
         weights["mlp_gate"] = mlp
-    matmul = 2.0 * config.num_layers * sum(size for name, size in weights.items() if name not in remat.saves)
+    # A router's logits have no name to be kept by.
+    weights["router"] = mixtures * config.embed_dim * config.num_experts
+    matmul = 2.0 * sum(size for name, size in weights.items() if name not in remat.saves)
     return matmul + (0 if RESULT in remat.saves else attention_flops_per_token(config, seq_len, causal=False))
 
 

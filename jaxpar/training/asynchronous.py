@@ -74,6 +74,11 @@ def check(config: Config) -> None:
     ):
         if is_asked:
             raise ValueError(f"{flag} does not go with {kind}; leave it out")
+    if config.model.num_experts:
+        raise ValueError(
+            f"{config.model.name} is a mixture of experts, whose losses {kind} does not know; take a synchronous kind, "
+            "such as 1f1b"
+        )
     if config.model.tie_embeddings:
         raise ValueError(
             f"{config.model.name} ties its embedding to the head, but {kind} updates them at different times, on the "

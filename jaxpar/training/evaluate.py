@@ -1,5 +1,6 @@
 """What a model is worth on text that it does not train on: cross-entropy, one sum over tokens by one count."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ def make_eval_step(model: Model) -> EvalStep:
 
     def local(params: PyTree, batch: Batch) -> tuple[Array, Array]:
         weights = batch.loss_weights.astype(dtype)
-        weighted = Batch(batch.tokens, batch.targets, batch.positions, batch.segment_ids, weights)
+        weighted = dataclasses.replace(batch, loss_weights=weights)
 
         def add(total: Array, microbatch: Batch) -> tuple[Array, None]:
             return total + model.loss(params, microbatch)[1].loss, None

@@ -1,16 +1,18 @@
 """A step's loss and gradients, whatever part of a weight each rank keeps."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar import noise
 from jaxpar.numerics import widened
 from jaxpar.parallel import zero
-from jaxpar.parallel.batch import Batch
+from jaxpar.parallel.batch import Batch, Routing
 from jaxpar.parallel.zero import Weight
 from jaxpar.training.model import Model
 from models.transformer import Reported
@@ -23,6 +25,7 @@ def loss_and_grads(
     *,
     whole: PyTree | None = None,
     scale: Float[Array, ""] | None = None,
+    step: Int[Array, ""] | int = 0,
 ) -> tuple[Reported, PyTree, Array]:
     """(what is reported, gradients, valid tokens) of a batch of stacked microbatches [M, B, S].
 
@@ -33,24 +36,28 @@ def loss_and_grads(
     Args:
       whole: under ZeRO-1 and 2 `model.whole(params)`, where that is at hand.
       scale: what the loss is multiplied by throughout, it and the gradients divided by at the end.
+      step: what noise is drawn for.
     """
     if whole is None:
         whole = model.computed_with(params)
     layout = model.layout
     # Under ZeRO-1 and 2 the master parameters count for nothing here but where they lie.
-    in_specs = model.computed_specs, layout.stacked_batch_spec(), P()
+    in_specs = model.computed_specs, layout.stacked_batch_spec(), P(), P()
     reported_specs = Reported(P(), P("pipe"))  # type: ignore[arg-type]  # specs in the place of arrays
     function = layout.region(lambda *parts: _local(model, *parts), in_specs, (reported_specs, model.specs, P()))
-    return function(whole, batch, jnp.ones((), widened(model.dtype)) if scale is None else scale)
+    scale = jnp.ones((), widened(model.dtype)) if scale is None else scale
+    return function(whole, batch, scale, jnp.asarray(step, jnp.int32))
 
 
-def _local(model: Model, weights: PyTree, batch: Batch, scale: Array) -> tuple[Reported, PyTree, Array]:
+def _local(model: Model, weights: PyTree, batch: Batch, scale: Array, step: Array) -> tuple[Reported, PyTree, Array]:
     """One rank's part."""
     layout, wide = model.layout, widened(model.dtype)
     num_tokens = layout.sum_over_tokens(jnp.sum(batch.loss_weights))
     # The scale is in the weights: what it must keep from underflow is there from the first short number on.
     loss_weights = batch.loss_weights.astype(wide) * (scale.astype(wide) / jnp.maximum(num_tokens, 1.0).astype(wide))
-    batch = Batch(batch.tokens, batch.targets, batch.positions, batch.segment_ids, loss_weights)
+    batch = dataclasses.replace(batch, loss_weights=loss_weights)
+    if model.config.num_experts:
+        batch = dataclasses.replace(batch, routing=_routing(model, batch, scale.astype(wide), step))
     by, as_weights = differentiated(model, weights)
 
     value_and_grad = jax.value_and_grad(lambda by, microbatch: model.loss(as_weights(by), microbatch), has_aux=True)
@@ -69,11 +76,32 @@ def _local(model: Model, weights: PyTree, batch: Batch, scale: Array) -> tuple[R
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, widened(x.dtype)), (like[0][1], like[1]))
         (reported, grads), _ = lax.scan(add, zeros, batch)
     if model.keeps_whole_weights and layout.zero == 1:
-        grads = jax.tree.map(lambda g, spec: layout.summed(g, layout.token_cuts(spec)), grads, model.specs)
+        grads = jax.tree.map(
+            lambda g, spec, names: layout.summed(g, layout.token_cuts(spec, names)), grads, model.specs, model.names
+        )
     grads = layout.settle(grads, model.owed)
     grads = jax.tree.map(lambda g: g.astype(wide) / scale.astype(wide), grads)
-    reported = jax.tree.map(layout.sum_over_tokens, reported)
-    return reported._replace(loss=reported.loss / scale.astype(reported.loss.dtype)), grads, num_tokens
+    loss, told = jax.tree.map(layout.sum_over_tokens, reported)
+    if "auxiliary_loss" in told:
+        told["auxiliary_loss"] = told["auxiliary_loss"] / scale.astype(told["auxiliary_loss"].dtype)
+    return Reported(loss / scale.astype(loss.dtype), told), grads, num_tokens
+
+
+def _routing(model: Model, batch: Batch, scale: Array, step: Array) -> Routing:
+    """Of a step's microbatches [M, B, S]."""
+    layout = model.layout
+    num_microbatches, batch_size, seq_len = batch.tokens.shape
+    num_tokens = batch.tokens.size * layout.num_parts("batch") * layout.num_parts("seq")
+    shares = jnp.broadcast_to(scale / num_tokens, batch.tokens.shape)
+    if not model.config.router_jitter:
+        return Routing(shares)
+    # A token draws the same wherever it lies, and in whatever microbatch.
+    per_microbatch = batch_size * layout.num_parts("batch")
+    first = layout.part_index("batch") * batch_size
+    microbatch = jnp.arange(num_microbatches, dtype=jnp.int32)[:, None, None]
+    row = microbatch * per_microbatch + first + jnp.arange(batch_size, dtype=jnp.int32)[None, :, None]
+    token = row * (seq_len * layout.num_parts("seq")) + layout.places(seq_len)[None, None]
+    return Routing(shares, noise.mixed(token.astype(jnp.uint32) + noise.mixed(step.astype(jnp.uint32))))
 
 
 def differentiated(model: Model, weights: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
@@ -83,8 +111,8 @@ def differentiated(model: Model, weights: PyTree) -> tuple[PyTree, Callable[[PyT
     if not (model.keeps_whole_weights and layout.zero == 2):
         return weights, lambda by: by
 
-    def part(weight: Array, spec: P) -> Array:
-        cuts = layout.token_cuts(spec)
+    def part(weight: Array, spec: P, names: tuple[str | None, ...]) -> Array:
+        cuts = layout.token_cuts(spec, names)
         if not cuts:
             return weight
         shape = list(weight.shape)
@@ -93,11 +121,11 @@ def differentiated(model: Model, weights: PyTree) -> tuple[PyTree, Callable[[PyT
         return jnp.zeros(shape, layout.reduce_dtype)
 
     def pair(weight: Array, part: Array, spec: P, names: tuple[str | None, ...]) -> Array | Weight:
-        if not (cuts := layout.token_cuts(spec)):
+        if not (cuts := layout.token_cuts(spec, names)):
             return part
         # The embedding's and the head's when all their uses are summed.
         both = Weight(weight, part)
         return both if names[0] == "layers" else zero.gather(both, cuts, layout.reduce_dtype)
 
-    parts = jax.tree.map(part, weights, model.specs)
+    parts = jax.tree.map(part, weights, model.specs, model.names)
     return parts, lambda parts: jax.tree.map(pair, weights, parts, model.specs, model.names)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.numerics import widened
 from jaxpar.parallel import zero
+from jaxpar.parallel.axes import gathered_axes
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline import executor, looped, slices
@@ -41,7 +42,7 @@ class Model:
 
     def _build(self, key: jax.Array) -> Transformer:
         layout, config = self.layout, self.config
-        padded_vocab, layer_order = layout.padded_vocab(config.vocab_size), layout.layer_order(config.num_layers)
+        padded_vocab, layer_order = layout.padded_vocab(config.vocab_size), layout.layer_order(config.num_units)
         return Transformer(config, padded_vocab, layer_order, key, self.dtype)
 
     def _module(self, params: PyTree) -> Transformer:
@@ -90,7 +91,8 @@ class Model:
         """Those copies: kernels and embeddings in compute dtype, vectors as they are."""
 
         def copy(param: Array, names: tuple[str | None, ...]) -> Array:
-            return zero.whole(param, self.layout.compute_dtype if "embed" in names else param.dtype)
+            dtype = self.layout.compute_dtype if "embed" in names else param.dtype
+            return zero.whole(param, dtype, gathered_axes(names))
 
         return jax.tree.map(copy, params, self.names)
 
@@ -102,7 +104,7 @@ class Model:
             sharding = self._sharding(param)
             dtype = self.layout.compute_dtype if "embed" in param.axes else param.dtype
             assert sharding is not None
-            spec = self.layout.whole_spec(sharding.spec)
+            spec = self.layout.whole_spec(sharding.spec, param.axes)
             return jax.ShapeDtypeStruct(param.shape, dtype, sharding=self.layout.sharding(spec))
 
         return self._declared(like)
@@ -155,7 +157,8 @@ class Model:
     def pieces(self, params: PyTree, layout: Layout) -> executor.Functions:
         """The model as a pipeline takes it; of `params` the values do not count where a piece is given its own."""
         specs = jax.tree.leaves(self.computed_specs["blocks"], is_leaf=_is_spec)
-        cuts = [layout.cuts_in_stages(spec) for spec in specs]
+        names = jax.tree.leaves(self.names["blocks"], is_leaf=lambda node: isinstance(node, tuple))
+        cuts = [layout.cuts_in_stages(spec, axes) for spec, axes in zip(specs, names, strict=True)]
 
         def module(own: PyTree) -> Transformer:
             return self._module({**params, **own})
@@ -205,8 +208,9 @@ class Model:
 
     @cached_property
     def computed_specs(self) -> PyTree:
-        of = self.layout.whole_spec if self.keeps_whole_weights else lambda spec: spec
-        return jax.tree.map(of, self.specs, is_leaf=_is_spec)
+        if not self.keeps_whole_weights:
+            return self.specs
+        return self._declared(lambda p: self.layout.whole_spec(self.layout.parameter_spec(p.axes, p.shape), p.axes))
 
 
 def _is_variable(node: Any) -> bool:

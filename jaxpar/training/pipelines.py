@@ -15,6 +15,10 @@ from jaxpar.parallel.pipeline.schedule import Placement, Schedule
 from jaxpar.parallel.pipeline.validate import validate
 from jaxpar.parallel.remat import Remat
 from jaxpar.planning.pipeline import part_work, slice_flops, stage_times
+from models.config import ModelConfig
+
+_MOST_PLACES = 512
+"""For token slices to begin at."""
 
 
 def make_schedule(config: Config, num_stages: int) -> Schedule | None:
@@ -22,6 +26,8 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
     ValueError for what cannot run, or not on so many."""
     parallel = config.parallel
     kind = KINDS.get(parallel.pipeline)
+    if kind is None and parallel.pipeline != "auto":
+        kinds.check_known(parallel.pipeline)
     if num_stages == 1 and (kind is None or kind.synchronous):
         return None
     if parallel.pipeline == "auto":
@@ -32,6 +38,10 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
             f"{parallel.pipeline}, whose table is fixed; take --pipeline auto"
         )
     else:
+        if kind is not None:
+            # Before a table is made, which for many chunks takes long.
+            chunks = max(parallel.chunks, kind.chunks[0])
+            _layers_per_part(config, num_stages, chunks, "v" if chunks == kind.chunks[1] == 2 else "loop")
         schedule = kinds.make(
             parallel.pipeline,
             num_stages,
@@ -48,6 +58,11 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
 
 def _check(config: Config, schedule: Schedule) -> None:
     """Raise ValueError for settings that the kind of schedule has no place for."""
+    if schedule.num_slices > 1 and config.model.num_experts:
+        raise ValueError(
+            f"--pipeline {schedule.kind} cuts sequences into slices, and a mixture of experts balances and fills its "
+            "experts by whole sequences; take another schedule"
+        )
     by_autodiff = schedule.kind in looped.KINDS
     for flag, is_set in (
         ("--spread-head", config.parallel.spread_head),
@@ -60,8 +75,11 @@ def _check(config: Config, schedule: Schedule) -> None:
 def _searched(config: Config, num_stages: int) -> Schedule:
     """The table that `auto` finds for the stages' modelled times."""
     parallel = config.parallel
-    if parallel.chunks > 1:
-        raise ValueError(f"--pipeline auto searches tables of one chunk, not --chunks {parallel.chunks}; leave it out")
+    for flag, value in ("--chunks", parallel.chunks), ("--slices", parallel.slices):
+        if value > 1:
+            raise ValueError(
+                f"--pipeline auto searches tables of one chunk and slice, not {flag} {value}; leave it out"
+            )
     limit = math.inf if parallel.pipeline_memory_limit is None else parallel.pipeline_memory_limit
     if not limit >= 1:
         raise ValueError(f"--pipeline-memory-limit {limit:g} is below one microbatch's activations; take at least 1")
@@ -72,30 +90,38 @@ def _searched(config: Config, num_stages: int) -> Schedule:
 
 
 def layers_per_part(config: Config, schedule: Schedule | None) -> tuple[int, ...]:
-    """How many layers each part of the model has, in the model's order. Raises ValueError for what cannot be cut so."""
+    """How many layers (with `moe_every`, units of so many) each part of the model has, in the model's order. Raises
+    ValueError for what cannot be cut so."""
     if schedule is None:
-        return (config.model.num_layers,)
+        return (config.model.num_units,)
     return _layers_per_part(config, schedule.num_stages, schedule.num_chunks, schedule.placement)
 
 
 def _layers_per_part(config: Config, num_stages: int, num_chunks: int, placement: Placement) -> tuple[int, ...]:
     model, given, num_parts = config.model, config.parallel.layers_per_stage, num_stages * num_chunks
     named = f"pipe={num_stages}" + (f" x {num_chunks} chunks" if num_chunks > 1 else "")
-    if model.num_layers < num_parts:
+    num_units = model.num_units
+    if num_units < num_parts:
+        units = "" if num_units == model.num_layers else f", {num_units} units of the stack,"
         raise ValueError(
-            f"--model.num-layers {model.num_layers} is too few for {named}; each part needs a layer: take {num_parts} "
-            "or more"
+            f"--model.num-layers {model.num_layers}{units} is too few for {named}; each part needs a layer: take "
+            f"{_num_layers(model, num_parts)} or more"
         )
     if given:
-        return _parse_layers(given, model.num_layers, num_parts, named)
-    if model.num_layers % num_parts == 0:
-        return (model.num_layers // num_parts,) * num_parts
-    work = part_work(model, config.data.seq_len)
-    times = [work.layer] * model.num_layers
-    return partition_among_stages(times, num_stages, num_chunks, placement, work.embedding, work.head)
+        return _parse_layers(given, model, num_parts, named)
+    if num_units % num_parts == 0:
+        return (num_units // num_parts,) * num_parts
+    work, (of_first, of_unit) = part_work(model, config.data.seq_len), (_num_layers(model, n) for n in (0, 1))
+    unit, embedding = work.layer * (of_unit - of_first), work.embedding + work.layer * of_first
+    return partition_among_stages([unit] * num_units, num_stages, num_chunks, placement, embedding, work.head)
 
 
-def _parse_layers(text: str, num_layers: int, num_parts: int, named: str) -> tuple[int, ...]:
+def _num_layers(model: ModelConfig, num_units: int) -> int:
+    """Of a model like this one with a stack of so many units."""
+    return model.num_dense_layers + num_units * model.moe_every if model.num_experts else num_units
+
+
+def _parse_layers(text: str, model: ModelConfig, num_parts: int, named: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() for word in words):
         raise ValueError(f"--layers-per-stage {text} is no list of numbers; give {num_parts}, as in 7,8,8,7")
@@ -104,10 +130,11 @@ def _parse_layers(text: str, num_layers: int, num_parts: int, named: str) -> tup
         raise ValueError(f"--layers-per-stage {text} has {len(counts)} numbers; {named} takes {num_parts}")
     if 0 in counts:
         raise ValueError(f"--layers-per-stage {text} has a part without a layer; give each at least 1")
-    if sum(counts) != num_layers:
+    if sum(counts) != model.num_units:
+        unit = "layers" if model.num_units == model.num_layers else "units of the stack"
         raise ValueError(
-            f"--layers-per-stage {text} adds up to {sum(counts)} layers, not to the model's {num_layers}; change one "
-            f"of them, or --model.num-layers to {sum(counts)}"
+            f"--layers-per-stage {text} adds up to {sum(counts)} {unit}, not to the model's {model.num_units}; change "
+            f"one of them, or --model.num-layers to {_num_layers(model, sum(counts))}"
         )
     return counts
 
@@ -115,7 +142,7 @@ def _parse_layers(text: str, num_layers: int, num_parts: int, named: str) -> tup
 def slice_lengths(config: Config, mesh: Mapping[str, int], schedule: Schedule) -> tuple[int, ...]:
     """Of the token slices of a schedule that has some, on a mesh of these sizes: the dynamic program's, by
     modelled FLOPs. Raises ValueError."""
-    if not KINDS[schedule.kind].needs_slices:
+    if schedule.num_slices == 1:
         return ()
     if mesh["context"] > 1:
         raise ValueError(
@@ -124,9 +151,15 @@ def slice_lengths(config: Config, mesh: Mapping[str, int], schedule: Schedule) -
         )
     seq_len = config.data.seq_len
     unit = mesh["tensor"] if config.parallel.sequence_parallel else 1
-    fine = [n for n in range(unit, seq_len + 1, unit) if seq_len % n == 0 and seq_len // n >= schedule.num_slices]
-    # Cuts to the nearest of 64 places are even enough.
-    granularity = next((n for n in fine if seq_len // n <= 64), fine[-1] if fine else unit)
+    # Cuts to the nearest of 64 places are even enough; a search among many more takes minutes.
+    places = [n for n in range(schedule.num_slices, _MOST_PLACES + 1) if seq_len % (n * unit) == 0]
+    if not places:
+        cut = f", cut over tensor={unit}," if unit > 1 else ""
+        raise ValueError(
+            f"--seq-len {seq_len}{cut} has no {schedule.num_slices} to {_MOST_PLACES} equal places for --slices "
+            f"{schedule.num_slices} to begin at; take a multiple of {64 * unit}, or fewer slices"
+        )
+    granularity = seq_len // max((n for n in places if n <= 64), default=places[0])
     time = partial(slice_flops, config.model)
     return token_slices(time, seq_len, schedule.num_stages, schedule.num_microbatches, granularity, schedule.num_slices)
 

@@ -44,8 +44,13 @@ def _has_accelerator() -> bool:
 def cache_programs(directory: str) -> None:
     """Keep compiled programs in a directory; "auto" is jaxpar/xla in the user's cache."""
     if directory == "auto":
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        directory = str(root / "jaxpar" / "xla")
+        directory = str(cache_directory("xla"))
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def cache_directory(name: str) -> Path:
+    """jaxpar's own in the user's cache."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "jaxpar" / name

@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar.config import Config
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.pipeline import kinds
@@ -18,6 +20,8 @@ from jaxpar.training.gradients import loss_and_grads
 from jaxpar.training.model import Model
 from jaxpar.training.precision import LossScale, round_stochastically
 from jaxpar.training.reporting.norms import group_norms
+from models.moe import figures
+from models.transformer import balanced
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +51,8 @@ class StepMetrics:
     """Valid tokens of this step."""
     norms: dict[str, tuple[Array, Array]] | None = None
     """Of each group of parameters and of its gradient, where asked for."""
+    routing: dict[str, Float[Array, ""]] = field(default_factory=dict)
+    """Of mixtures of experts, see models.moe.figures."""
 
 
 def make_step(
@@ -59,7 +65,10 @@ def make_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
-        reported, grads, num_tokens = loss_and_grads(model, state.params, batch, whole=state.whole, scale=scale)
+        reported, grads, num_tokens = loss_and_grads(
+            model, state.params, batch, whole=state.whole, scale=scale, step=state.step
+        )
+        told = jax.tree.map(lambda leaf: jax.reshard(leaf, P()), reported.told) if model.layout.mesh else reported.told
         grad_norm = optax.tree.norm(grads)
         norms = None
         if log_norms:
@@ -70,6 +79,7 @@ def make_step(
         with jax.numpy_dtype_promotion("standard"):  # optax counts on it; our own code runs under "strict"
             updates, opt_state = optimizer.update(grads, state.opt_state, params)
             params = optax.apply_updates(params, updates)
+        params = balanced(model.config, params, reported.told)
         if model.dtype == jnp.bfloat16:
             params = round_stochastically(params, model.dtype, state.step)
         loss_scale = None
@@ -81,7 +91,7 @@ def make_step(
             )
         whole = model.whole(params) if model.keeps_whole_weights else None
         state = TrainState(state.step + 1, params, opt_state, whole, loss_scale)
-        return state, StepMetrics(reported.loss, grad_norm, num_tokens, norms)
+        return state, StepMetrics(reported.loss, grad_norm, num_tokens, norms, figures(model.config, told))
 
     return step
 
@@ -126,6 +136,18 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> Tra
         whole=model.abstract_whole if model.keeps_whole_weights else None,
         loss_scale=jax.tree.map(like, jax.eval_shape(LossScale.initial)) if _is_scaled(model) else None,
     )
+
+
+def abstract_batch(config: Config, model: Model) -> Batch:
+    """Shapes [M, B, S], dtypes and shardings of a step's batch."""
+    microbatches = config.parallel.grad_accumulation
+    shape = (microbatches, config.data.batch_size // microbatches, config.data.seq_len)
+    sharding = model.layout.sharding(model.layout.stacked_batch_spec())
+
+    def like(dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return Batch(like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.int32), like(jnp.float32))
 
 
 def with_whole_weights(model: Model, state: TrainState) -> TrainState:

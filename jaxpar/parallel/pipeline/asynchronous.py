@@ -36,7 +36,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxpar.numerics import widened
 from jaxpar.parallel.pipeline import trees
 from jaxpar.parallel.pipeline.executor import AXIS, Functions
-from jaxpar.parallel.pipeline.program import Program, Table
+from jaxpar.parallel.pipeline.program import Branch, Program, Table
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -214,7 +214,8 @@ def _act(
 
         if part.sums is None:
             return _Kept(*apply(part.versions, part.state, gradients)[:2], None)
-        return _Kept(*trees.when(row["closes"], apply, part.versions, part.state, trees.add(part.sums, gradients)))
+        sums = trees.add(part.sums, gradients)
+        return _Kept(*trees.when(Branch.UPDATE, row["closes"], apply, part.versions, part.state, sums))
 
     def forward(made: Array, told: PyTree) -> tuple[Array, PyTree]:
         y, _, of_layers = stage(read(layers), x)
@@ -234,11 +235,11 @@ def _act(
         (gradients,) = jax.vjp(embed, read(first))[1](made)
         return advanced(first, updates.first, gradients)
 
-    x = trees.when(row["looks_up"], lambda x: embed(read(first)), x)
-    made, told = trees.when(row["op"] == Op.F, forward, jnp.full(x.shape, fill, x.dtype), told)
-    made, layers = trees.when(row["op"] == Op.BW, backward, made, layers)
-    made, loss, last = trees.when(row["is_scored"], add_head, made, loss, last)
-    first = trees.when(row["ends_backward"], add_embedding, first)
+    x = trees.when(Branch.LOOK_UP, row["looks_up"], lambda x: embed(read(first)), x)
+    made, told = trees.when(Branch.FORWARD, row["op"] == Op.F, forward, jnp.full(x.shape, fill, x.dtype), told)
+    made, layers = trees.when(Branch.BOTH, row["op"] == Op.BW, backward, made, layers)
+    made, loss, last = trees.when(Branch.HEAD, row["is_scored"], add_head, made, loss, last)
+    first = trees.when(Branch.EMBEDDING, row["ends_backward"], add_embedding, first)
     return x, made, (loss, told, Parts(first, layers, last))
 
 

@@ -1,5 +1,6 @@
 """A schedule to look at: as text by ticks, and as a Gantt chart over time with the memory below."""
 
+import os
 from pathlib import Path
 
 from matplotlib import colormaps
@@ -55,6 +56,8 @@ def check_path(path: Path) -> None:
         raise ValueError(f"cannot draw {path}; give it a name that ends in {' or '.join(_SUFFIXES)}")
     if not path.parent.is_dir():
         raise ValueError(f"cannot draw {path}: {path.parent} is no directory; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"cannot draw {path}: nothing can be written there; give another name")
 
 
 def save(schedule: Schedule, report: Report, path: Path, deferred_size: float = 0.5) -> None:

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxpar.parallel.pipeline import trees
 from jaxpar.parallel.pipeline.backward import Kept, WeightsApart
-from jaxpar.parallel.pipeline.program import Buffer, Program
+from jaxpar.parallel.pipeline.program import Branch, Buffer, Program
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
 AXIS = "pipe"
@@ -143,12 +143,12 @@ def _act_on_ends(
         return trees.add(by_ends, jax.vjp(embed, ends)[1](made)[0])
 
     x = trees.at(buffers["inputs"], row["slots"]["inputs"])
-    x = trees.when(row["looks_up"], lambda x: embed(ends), x)
+    x = trees.when(Branch.LOOK_UP, row["looks_up"], lambda x: embed(ends), x)
     made, buffers, (loss, told, by_ends, by_layers) = _act(
         functions, chunk, layers, microbatch, fill, row, x, buffers, sums
     )
-    made, loss, by_ends = trees.when(row["is_scored"], add_head, made, loss, by_ends)
-    by_ends = trees.when(row["ends_backward"], add_embedding, by_ends)
+    made, loss, by_ends = trees.when(Branch.HEAD, row["is_scored"], add_head, made, loss, by_ends)
+    by_ends = trees.when(Branch.EMBEDDING, row["ends_backward"], add_embedding, by_ends)
     return x, made, buffers, (loss, told, by_ends, by_layers)
 
 
@@ -187,12 +187,14 @@ def _act_on_spread_ends(
     def look_up(x: Array) -> Array:
         return jnp.where(row["looks_up"], at(functions.embed, "looks_up")(ends), x)
 
-    x = trees.when(shared["looks_up"]["happens"], look_up, trees.at(buffers["inputs"], row["slots"]["inputs"]))
+    x = trees.when(
+        Branch.LOOK_UP, shared["looks_up"]["happens"], look_up, trees.at(buffers["inputs"], row["slots"]["inputs"])
+    )
     made, buffers, (loss, told, by_ends, by_layers) = _act(
         functions, chunk, layers, microbatch, fill, row, x, buffers, sums
     )
-    made, loss, by_ends = trees.when(shared["is_scored"]["happens"], add_head, made, loss, by_ends)
-    by_ends = trees.when(shared["ends_backward"]["happens"], add_embedding, by_ends)
+    made, loss, by_ends = trees.when(Branch.HEAD, shared["is_scored"]["happens"], add_head, made, loss, by_ends)
+    by_ends = trees.when(Branch.EMBEDDING, shared["ends_backward"]["happens"], add_embedding, by_ends)
     return x, made, buffers, (loss, told, by_ends, by_layers)
 
 
@@ -238,14 +240,14 @@ def _act(
         return trees.add_at(weights, gradients, row["chunk"])
 
     made = jnp.full(x.shape, fill, x.dtype)
-    made, told, residuals = trees.when(row["op"] == Op.F, forward, made, told, residuals)
+    made, told, residuals = trees.when(Branch.FORWARD, row["op"] == Op.F, forward, made, told, residuals)
     if Op.BW in chunk.ops:
-        made, totals = trees.when(row["op"] == Op.BW, of_both, made, totals)
+        made, totals = trees.when(Branch.BOTH, row["op"] == Op.BW, of_both, made, totals)
     if Op.B in chunk.ops:
         weights = {number: totals[number] for number in chunk.operands}
         others = {number: total for number, total in totals.items() if number not in weights}
-        made, others, deferred = trees.when(row["op"] == Op.B, of_input, made, others, deferred)
-        weights = trees.when(row["op"] == Op.W, of_weights, weights)
+        made, others, deferred = trees.when(Branch.INPUT, row["op"] == Op.B, of_input, made, others, deferred)
+        weights = trees.when(Branch.WEIGHTS, row["op"] == Op.W, of_weights, weights)
         totals = {**weights, **others}
     by_layers = jax.tree.unflatten(structure, [totals[number] for number in range(len(totals))])
     return made, dict(buffers, residuals=residuals, deferred=deferred), (loss, told, by_ends, by_layers)

@@ -295,17 +295,14 @@ def make(
 
     ValueError, naming what works, for an unknown kind and for sizes that it cannot have.
     """
-    if kind not in KINDS:
-        close = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(KINDS)}"
-        raise ValueError(f"pipeline schedule {kind!r} is unknown; {hint}")
+    check_known(kind)
     for name, value in (("stages", num_stages), ("microbatches", num_microbatches)):
         if value < 1:
             raise ValueError(f"{kind} with {value} {name} is no pipeline; take at least 1")
     chosen = KINDS[kind]
     least, most = chosen.chunks
-    if least == most:
-        num_chunks = num_chunks or least
+    if least == most and num_chunks is None:
+        num_chunks = least
     if num_chunks is None or num_chunks < least or (most is not None and num_chunks > most):
         wanted = f"exactly {least}" if least == most else f"{least} or more"
         other = {1: "; interleaved-1f1b and looped-bfs take more", 2: "; 1f1b and gpipe have one"}[least]
@@ -317,6 +314,14 @@ def make(
     if not chosen.needs_slices and num_slices not in (None, 1):
         raise ValueError(f"{kind} does not slice sequences, so not {num_slices} slices; terapipe does")
     return chosen.build(num_stages, num_microbatches, num_chunks, num_slices or 1)
+
+
+def check_known(kind: str) -> None:
+    """ValueError for what is no kind."""
+    if kind not in KINDS:
+        close = difflib.get_close_matches(kind, KINDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(KINDS)} and auto"
+        raise ValueError(f"pipeline schedule {kind!r} is unknown; {hint}")
 
 
 def is_asynchronous(schedule: Schedule | None) -> bool:

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxpar.numerics import widened
 from jaxpar.parallel.pipeline import trees
 from jaxpar.parallel.pipeline.executor import AXIS, Functions
+from jaxpar.parallel.pipeline.program import Branch
 from jaxpar.parallel.pipeline.schedule import Schedule
 
 KINDS = ("gpipe", "looped-bfs")
@@ -91,6 +92,7 @@ def _loss(
             waited, waiting = trees.exchange(waiting, arrived, number % num_waiting)
             arrived = jnp.where(stage == 0, waited, arrived)
         x = trees.when(
+            Branch.LOOK_UP,
             (stage == 0) & (chunk == 0),
             lambda x: functions.embed(trees.summed_in(end_totals, ends), microbatch=own),
             arrived,

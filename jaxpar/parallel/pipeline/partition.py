@@ -143,8 +143,11 @@ def _check(layer_times: Sequence[float], num_parts: int, embedding_time: float, 
         raise ValueError(
             f"{num_layers} layers cannot be cut into {num_parts} parts (stages x chunks); take 1 to {num_layers}"
         )
-    if not all(0 < time < math.inf for time in layer_times) or min(embedding_time, head_time) < 0:
-        raise ValueError("layers' times must be positive, the embedding's and head's not negative")
+    for name, time in (("embedding", embedding_time), ("head", head_time)):
+        if not 0 <= time < math.inf:
+            raise ValueError(f"the {name}'s time is {time:g}; take 0 or more")
+    if wrong := [time for time in layer_times if not 0 < time < math.inf]:
+        raise ValueError(f"a layer's time is {wrong[0]:g}; take a positive number")
 
 
 def _best_cuts(costs: Float[np.ndarray, "P N N"], combine: np.ufunc) -> tuple[float, list[int]]:

@@ -3,6 +3,8 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -15,6 +17,19 @@ from jaxpar.parallel.pipeline.validate import Lease, assign_slots
 
 Buffer = Literal["inputs", "gradients", "residuals", "deferred"]
 Table = Int[np.ndarray, "T P"]
+
+
+class Branch(StrEnum):
+    """What a stage may do in a tick, by the names that the compiled program's conditionals have."""
+
+    FORWARD = "pipe_forward"
+    BOTH = "pipe_both"
+    INPUT = "pipe_input"
+    WEIGHTS = "pipe_weights"
+    LOOK_UP = "pipe_look_up"
+    HEAD = "pipe_head"
+    EMBEDDING = "pipe_embedding"
+    UPDATE = "pipe_update"
 
 
 class Arrival(NamedTuple):
@@ -51,12 +66,7 @@ class Program:
     def rows(self) -> dict[str, Any]:
         """What a loop goes by, each with a leading dim of ticks: `own` with a dim of stages, `ends` for all stages: by
         which of a model's ends has work in a tick, whether it has, and of which microbatch."""
-        is_first, is_last, is_forward = self.part == 0, self.part == self.num_parts - 1, self.op == Op.F
-        events = {
-            "looks_up": is_forward & is_first,
-            "is_scored": is_forward & is_last,
-            "ends_backward": ((self.op == Op.B) | (self.op == Op.BW)) & is_first,
-        }
+        events = self._events
         own = {
             "op": self.op,
             "part": self.part,
@@ -72,6 +82,26 @@ class Program:
             for name, event in events.items()
         }
         return jax.tree.map(jnp.asarray, {"own": own, "ends": ends})
+
+    @property
+    def _events(self) -> dict[str, Table]:
+        """Which stage is at one of the model's ends."""
+        is_first, is_last, is_forward = self.part == 0, self.part == self.num_parts - 1, self.op == Op.F
+        return {
+            "looks_up": is_forward & is_first,
+            "is_scored": is_forward & is_last,
+            "ends_backward": ((self.op == Op.B) | (self.op == Op.BW)) & is_first,
+        }
+
+    @property
+    def taken(self) -> dict[str, Fraction]:
+        """The share of ticks in which a branch is taken, by its name: by the first stage, as by any (one may do B and W
+        where another does BW, which sends as much), and at the model's ends by the stage that has them."""
+        ops = {Branch.FORWARD: Op.F, Branch.BOTH: Op.BW, Branch.INPUT: Op.B, Branch.WEIGHTS: Op.W}
+        events = {Branch.LOOK_UP: "looks_up", Branch.HEAD: "is_scored", Branch.EMBEDDING: "ends_backward"}
+        times = {branch: self.op[:, 0] == op for branch, op in ops.items()}
+        times |= {branch: self._events[event] for branch, event in events.items()}
+        return {str(branch): Fraction(int(each.sum()), len(self.op)) for branch, each in times.items()}
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Program":

@@ -1,11 +1,13 @@
 """What a schedule costs: time, bubble and memory, for given times of F, B and W."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxpar.parallel.pipeline.schedule import Action, Op, Schedule, Task
+
+_LONGEST = 1e100
+"""So that sums of times are finite."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,10 @@ class Times:
             times = getattr(self, name)
             if isinstance(times, Sequence) and len(times) != num_stages:
                 raise ValueError(f"{len(times)} {name} times for {num_stages} stages; give one, or one per stage")
-            if not all(0 <= time < math.inf for time in (times if isinstance(times, Sequence) else [times])):
-                raise ValueError(f"{name} time {times} is negative or not finite; take 0 or more")
-        if not 0 <= self.hop < math.inf:
-            raise ValueError(f"hop time {self.hop} is negative or not finite; take 0 or more")
+            if not all(0 <= time <= _LONGEST for time in (times if isinstance(times, Sequence) else [times])):
+                raise ValueError(f"{name} time {times} is out of range; take 0 to {_LONGEST:g}")
+        if not 0 <= self.hop <= _LONGEST:
+            raise ValueError(f"hop time {self.hop} is out of range; take 0 to {_LONGEST:g}")
         if self.slices is not None and len(self.slices) != num_slices:
             raise ValueError(f"{len(self.slices)} shares of time for {num_slices} token slices; give one per slice")
         if not any(self._of(op, stage) for op in (Op.F, Op.BW) for stage in range(num_stages)):

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxpar.parallel.pipeline import trees
 from jaxpar.parallel.pipeline.executor import AXIS
-from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline.program import Branch, Program
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
 
@@ -229,10 +229,12 @@ def _act(
     def add_embedding(by_ends: PyTree) -> PyTree:
         return trees.add(by_ends, by_slice(lambda number: jax.vjp(partial(embed, number), ends)[1](sent)[0]))
 
-    x = trees.when(is_forward & (row["part"] == 0), lambda x: by_slice(lambda number: embed(number, ends)), x)
+    x = trees.when(
+        Branch.LOOK_UP, is_forward & (row["part"] == 0), lambda x: by_slice(lambda number: embed(number, ends)), x
+    )
     sent = jnp.full(x.shape, cuts.fill, x.dtype)
-    sent, kept, told = trees.when(is_forward, go_forward, sent, kept, told)
-    sent, owed, by_layers = trees.when(is_backward, go_backward, sent, owed, by_layers)
-    sent, loss, by_ends = trees.when(is_forward & row["is_last"], add_head, sent, loss, by_ends)
-    by_ends = trees.when(is_backward & (row["part"] == 0), add_embedding, by_ends)
+    sent, kept, told = trees.when(Branch.FORWARD, is_forward, go_forward, sent, kept, told)
+    sent, owed, by_layers = trees.when(Branch.BOTH, is_backward, go_backward, sent, owed, by_layers)
+    sent, loss, by_ends = trees.when(Branch.HEAD, is_forward & row["is_last"], add_head, sent, loss, by_ends)
+    by_ends = trees.when(Branch.EMBEDDING, is_backward & (row["part"] == 0), add_embedding, by_ends)
     return x, sent, kept, owed, (loss, told, by_ends, by_layers)

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.numerics import widened
+from jaxpar.parallel.pipeline.program import Branch
 
 
 def by_chunk(layers: PyTree, num_chunks: int) -> PyTree:
@@ -49,13 +50,14 @@ def zeros(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, widened(leaf.dtype)), tree)
 
 
-def when(condition: Array, change: Callable, *operands: PyTree) -> Any:
-    """change(*operands), or the operands.
+def when(branch: Branch, condition: Array, change: Callable, *operands: PyTree) -> Any:
+    """change(*operands), or the operands; the conditional has the branch's name (see Program.taken).
 
     XLA takes the first branch to come before the second: only where the first makes nothing new can the second write
     over what both are given.
     """
-    return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
+    with jax.named_scope(branch):
+        return lax.cond(~condition, lambda *same: same if len(same) > 1 else same[0], change, *operands)
 
 
 def summed_in(totals: PyTree, tree: PyTree) -> PyTree:

@@ -85,7 +85,7 @@ class Form:
 
 def forms(model: Model, optimizer: optax.GradientTransformation) -> dict[str, Form]:
     """Of each array of a state, by its path. Raises ValueError for what an optimizer shapes by the padding."""
-    order = model.layout.layer_order(model.config.num_layers)
+    order = model.layout.layer_order(model.config.num_units)
     is_in_order = np.array_equal(order, np.arange(order.size))
     vocab = model.config.vocab_size, model.layout.padded_vocab(model.config.vocab_size)
     # One more than there are slots: what then has more layers is a stack of them.
@@ -113,7 +113,7 @@ def forms(model: Model, optimizer: optax.GradientTransformation) -> dict[str, Fo
                 "--optimizer"
             )
         if is_stacked:
-            shape[0] = model.config.num_layers
+            shape[0] = model.config.num_units
         made[path] = Form(here, tuple(shape), order if is_stacked and not is_in_order else None)
     return made
 

@@ -85,6 +85,7 @@ def write_report(rows: Rows, config_text: str, path: Path) -> None:
     name = config.get("model", {}).get("name", "run")
     pictures = [(plot, figure) for plot in plots(rows) if (figure := draw(plot, rows)) is not None]
     page = _PAGE.format(
+        style=STYLE,
         title=html.escape(f"{name}: {path.absolute().parent.name}"),
         name=html.escape(name),
         run=html.escape(path.absolute().parent.name),
@@ -93,7 +94,7 @@ def write_report(rows: Rows, config_text: str, path: Path) -> None:
             for label, value in summary(rows, config).items()
         ),
         pictures="\n".join(
-            f'<img alt="{html.escape(plot.title)} over steps" src="data:image/svg+xml;base64,{_svg(figure)}">'
+            f'<img alt="{html.escape(plot.title)} over steps" src="data:image/svg+xml;base64,{svg(figure)}">'
             for plot, figure in pictures
         ),
         config="\n".join(
@@ -201,7 +202,8 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return steps[keep], values[keep]
 
 
-def _svg(figure: "Figure") -> str:
+def svg(figure: "Figure") -> str:
+    """A picture for a page to hold, in base64."""
     out = io.BytesIO()
     figure.savefig(out, format="svg")
     return base64.b64encode(out.getvalue()).decode()
@@ -212,6 +214,29 @@ def _settings(settings: dict[str, Any]) -> str:
     return "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows)
 
 
+STYLE = """\
+body { margin: 0 auto; max-width: 1240px; padding: 1.2rem; background: #fff; color: #1c2530;
+  font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0; }
+h2 { font-size: 1.1rem; margin: 1.8rem 0 .6rem; }
+h3 { font-size: .95rem; margin: 0 0 .3rem; }
+header p { margin: .1rem 0 1.2rem; color: #5c6875; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: .6rem; margin: 0; }
+dl div { background: #f4f6f9; border-radius: 6px; padding: .5rem .7rem; }
+dt { color: #5c6875; font-size: .8rem; }
+dd { margin: 0; font-size: 1.05rem; font-weight: 600; overflow-wrap: anywhere; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); gap: 1rem; }
+.plots img { width: 100%; height: auto; }
+.config { columns: 340px; column-gap: 1.5rem; }
+section { break-inside: avoid; margin-bottom: 1rem; }
+table { width: 100%; border-collapse: collapse; font-size: .85rem; }
+th, td { text-align: left; font-weight: normal; padding: .15rem .4rem .15rem 0; border-bottom: 1px solid #e6eaef;
+  vertical-align: top; }
+th { color: #5c6875; }
+td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+"""
+"""Of a page with tiles, pictures and tables."""
+
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -219,26 +244,7 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ margin: 0 auto; max-width: 1240px; padding: 1.2rem; background: #fff; color: #1c2530;
-  font: 15px/1.45 system-ui, sans-serif; }}
-h1 {{ font-size: 1.5rem; margin: 0; }}
-h2 {{ font-size: 1.1rem; margin: 1.8rem 0 .6rem; }}
-h3 {{ font-size: .95rem; margin: 0 0 .3rem; }}
-header p {{ margin: .1rem 0 1.2rem; color: #5c6875; }}
-dl {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: .6rem; margin: 0; }}
-dl div {{ background: #f4f6f9; border-radius: 6px; padding: .5rem .7rem; }}
-dt {{ color: #5c6875; font-size: .8rem; }}
-dd {{ margin: 0; font-size: 1.05rem; font-weight: 600; overflow-wrap: anywhere; }}
-.plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); gap: 1rem; }}
-.plots img {{ width: 100%; height: auto; }}
-.config {{ columns: 340px; column-gap: 1.5rem; }}
-section {{ break-inside: avoid; margin-bottom: 1rem; }}
-table {{ width: 100%; border-collapse: collapse; font-size: .85rem; }}
-th, td {{ text-align: left; font-weight: normal; padding: .15rem .4rem .15rem 0; border-bottom: 1px solid #e6eaef;
-  vertical-align: top; }}
-th {{ color: #5c6875; }}
-td {{ overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }}
-</style>
+{style}</style>
 </head>
 <body>
 <header><h1>{name}</h1><p>{run}</p></header>

@@ -73,6 +73,7 @@ class Meter:
             "memory_bytes": self.memory(),
             "data_seconds": data_seconds,
         }
+        row |= {name: float(value) for name, value in metrics.routing.items()}
         if metrics.norms is not None:
             row["norms"] = {group: [float(x) for x in pair] for group, pair in metrics.norms.items()}
         return row
