@@ -113,8 +113,8 @@ class ParallelConfig:
     context_order: Annotated[Literal["zigzag", "contiguous", "striped"], _alias("context-order")] = "zigzag"
     """How the sequence lies over `context`; zigzag and striped give every rank equal causal work."""
     attention: Annotated[Literal["auto", "tiled", "cudnn", "splash"], _alias("attention")] = "auto"
-    """Kernel for a device that has the whole sequence; auto: cuDNN's on NVIDIA GPUs, splash attention on TPUs, where
-    their limits allow, else plain JAX in tiles."""
+    """Kernel for a device that has the whole sequence; auto: cuDNN's on NVIDIA GPUs, splash attention on TPUs (there
+    under `context`, too), where their limits allow, else plain JAX in tiles."""
     grad_accumulation: Annotated[int, _alias("grad-accumulation", "microbatches")] = 1
     """Microbatches per step, the pipeline's under `pipe`; gradients are summed over `data` once, after the last."""
     moe_dispatch: Annotated[Literal["dropless", "capacity"], _alias("moe-dispatch")] = "dropless"

@@ -64,23 +64,20 @@ class HeadsNorm(nnx.Module):
 class Rope:
     """Rotary position embedding (arXiv 2104.09864), pairs (i, i + K/2) as in Llama's published weights."""
 
-    sin: Float[Array, "B S K"]
-    """Of a pair's angle: less than zero for its first number, which the second one is subtracted from."""
-    cos: Float[Array, "B S K"]
+    sin: Float[Array, "B S K/2"]
+    cos: Float[Array, "B S K/2"]
 
     @classmethod
     def at(cls, config: ModelConfig, positions: Int[Array, "B S"], dtype: jnp.dtype) -> "Rope":
         """Angles computed in at least float32, kept in it."""
         wide = widened(dtype)
         angles = positions[:, :, None].astype(wide) * rope_frequencies(config, wide)[None, None, :]
-        sin, cos = jnp.sin(angles), jnp.cos(angles)
-        return cls(jnp.concatenate([-sin, sin], axis=-1), jnp.concatenate([cos, cos], axis=-1))
+        return cls(jnp.sin(angles), jnp.cos(angles))
 
     def __call__(self, x: Float[Array, "B S H K"]) -> Float[Array, "B S H K"]:
-        # Rolled whole, not in halves: these would each fill half of a TPU's vectors.
         sin, cos = self.sin[:, :, None, :], self.cos[:, :, None, :]
-        wide = x.astype(sin.dtype)
-        return (wide * cos + jnp.roll(wide, x.shape[-1] // 2, axis=-1) * sin).astype(x.dtype)
+        first, second = jnp.split(x.astype(sin.dtype), 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def rope_frequencies(config: ModelConfig, dtype: jnp.dtype) -> Float[Array, " K/2"]:

@@ -5,8 +5,8 @@ Collectives per step, in bytes of the whole weight W of a tensor rank (a ring mo
     all-gather      W x compute dtype, per microbatch: in the forward pass and again in the backward pass
                     (`reshard_after_forward`), or once
     reduce-scatter  W x reduction dtype, per microbatch
-On TPUs a reduce-scatter goes along one dimension of the torus after another (`Folds`): of one over a whole slice their
-compiler makes an all-reduce, of which each rank keeps a part.
+On TPUs a reduce-scatter goes along one dimension of the torus after another (`Folds`), which moves as much: of one over
+a whole slice their compiler makes an all-reduce, of which each rank keeps a part.
 An expert's kernel is cut over (context, fsdp), and gathered over those alone: `expert` cuts the experts.
 Limits: an embed dim that the axes do not divide is not cut over them; its gradient is then summed once a step.
 """

@@ -56,7 +56,7 @@ class Layout(Placement):
     """In which weights' gradients are summed over ranks."""
     remat: Remat = FULL
     attention_kernel: Kernel = "tiled"
-    """What attends where a device has the whole sequence."""
+    """What attends where a device has all keys; splash in a ring's rounds, too."""
     dispatch: ExpertStrategy = dataclasses.field(default_factory=ExpertStrategy)
     grouped_kernel: grouped.Kernel = "dense"
     """What multiplies tokens by their experts' kernels, under dropless dispatch."""

@@ -8,7 +8,8 @@ Collectives per layer and microbatch, with |K|, |V| a rank's own in compute dtyp
 Rounds that a sliding window or no document reaches are left out. With r left, a window's send r - 1 and r permutes for
 n - 1 and n; which ones documents leave is known at run time only, and a permute over several ranks then goes by powers
 of two. Where the compiler knows the rounds, a permute is issued before the tiles that it hides behind. Memory does not
-grow with n: the backward pass sends keys and values round again.
+grow with n: the backward pass sends keys and values round again. On TPUs, without a window, rounds are the splash
+kernel's (halves.py), whose results are rounded to compute dtype before they are added up.
 Limits: no permute may stand in a branch that ranks take differently, so not under pipeline schedules that branch.
 """
 
