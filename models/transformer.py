@@ -14,7 +14,6 @@ from jaxpar.kernels.attention import Cache
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.parameter import Parameter
 from jaxpar.parallel.vocab import Objective
 from models.block import Block, Unit
 from models.config import ModelConfig
@@ -179,10 +178,9 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """(sum(loss_weights * objective), sum(loss_weights * cross-entropy)) of the last block's output: the caller has
         divided the weights by the step's count of tokens."""
-        head, x = layout.gather_last(self._head_weight, x)
         return layout.cross_entropy(
             self.final_norm(x, layout),
-            self._oriented(head),
+            self._head(layout),
             batch.targets,
             batch.loss_weights,
             self.config.vocab_size,
@@ -206,8 +204,7 @@ class Transformer(nnx.Module):
     def logits_at(self, batch: Batch, place: Int[Array, ""], layout: Layout) -> Float[Array, "B V"]:
         """Scores of the token after that at a place of the arrays, in at least float32; padding scores -inf."""
         x, _ = self.hidden(batch, layout)
-        head = self._oriented(layout.gather(self._head_weight))
-        logits = layout.logits_at(self.final_norm(x, layout), head, place)
+        logits = layout.logits_at(self.final_norm(x, layout), self._head(layout), place)
         in_vocab = jnp.arange(logits.shape[1]) < self.config.vocab_size
         return jnp.where(in_vocab[None], logits.astype(widened(logits.dtype)), -jnp.inf)
 
@@ -215,9 +212,7 @@ class Transformer(nnx.Module):
     def _has_learned_positions(self) -> bool:
         return self.config.positions == "learned"
 
-    @property
-    def _head_weight(self) -> Parameter:
-        return self.embedding if self.config.tie_embeddings else self.head
-
-    def _oriented(self, head: Float[Array, "..."]) -> Float[Array, "D V"]:
-        return head.T if self.config.tie_embeddings else head
+    def _head(self, layout: Layout) -> Float[Array, "D V"]:
+        if self.config.tie_embeddings:
+            return layout.gather(self.embedding).T
+        return layout.gather(self.head)

@@ -84,18 +84,7 @@ class Layout(Placement):
 
     def gather(self, weight: Parameter) -> Any:
         """A weight in compute dtype with its FSDP axes gathered: the one named point of FSDP's traffic."""
-        return self._gathered(weight, weight[...])
-
-    def gather_last(self, weight: Parameter, x: Float[Array, "B S D"]) -> tuple[Any, Float[Array, "B S D"]]:
-        """`gather` of the last weight that a forward pass meets, and x, which goes on with it. On TPUs the backward
-        pass, which begins there, reduces its gradient before it goes on: else a whole one is kept through all layers,
-        where nothing hides its reduction."""
         value = weight[...]
-        if self._is_on_tpus:
-            value, x = lax.optimization_barrier((value, x))
-        return self._gathered(weight, value), x
-
-    def _gathered(self, weight: Parameter, value: Any) -> Any:
         if isinstance(value, Weight):
             cuts = self.token_cuts(self.parameter_spec(weight.axes, weight.dims), weight.axes)
             return zero.gather(value, cuts, self.reduce_dtype, self.folds)
