@@ -19,8 +19,8 @@ from jaxpar.parallel.expert import ExpertStrategy
 from jaxpar.parallel.layout import Layout
 from jaxpar.planning.traffic import ideal_expert_bytes
 from jaxpar.training import optimizers, setup
-from jaxpar.training.step import abstract_state, make_step
-from jaxpar.verify import abstract_batch, traffic_settings
+from jaxpar.training.step import abstract_batch, abstract_state, make_step
+from jaxpar.verify import traffic_settings
 from meshes import build_mesh
 from models.config import ModelConfig
 from models.moe import Moe
