@@ -244,6 +244,7 @@ def test_bad_input_is_one_line():
     assert peak_flops(chip("V100"), "bfloat16") == chip("V100").peak_flops["float16"]
 
 
+@pytest.mark.slow
 def test_a_thousand_predictions_a_second():
     table = calibration_table().of(chip("H100-SXM"))
     meshes = [mesh(data=2**i, fsdp=64 // 2**i, tensor=t) for i in range(7) for t in (1, 2, 4, 8)]
