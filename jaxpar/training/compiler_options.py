@@ -41,9 +41,9 @@ _GPU = (
     ),
 )
 
-# What the TPUs' compiler does unasked is no worse than what it could be asked for: FSDP's gathers run in pieces beside
-# matmuls. Gathers pipelined over layers (xla_tpu_enable_ici_ag_pipelining) gave Llama 2 7B's step on v5e:16x16 more
-# cycles and memory; asynchronous all-to-alls (xla_tpu_enable_async_all_to_all) are refused there.
+# What the TPUs' compiler does unasked is no worse than what it could be asked for. Gathers pipelined over layers
+# (xla_tpu_enable_ici_ag_pipelining) gave Llama 2 7B's step on v5e:16x16 more cycles and memory; asynchronous
+# all-to-alls (xla_tpu_enable_async_all_to_all) are refused there.
 _TPU: tuple[Option, ...] = ()
 
 TABLES: Mapping[str, tuple[Option, ...]] = {"cpu": (), "gpu": _GPU, "tpu": _TPU}
