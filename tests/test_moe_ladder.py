@@ -168,8 +168,8 @@ def test_a_bias_moves_towards_equal_loads():
             "--model.num-experts 6 is not divisible by expert=4; the nearest that is: 4 or 8",
         ),
         ("tensor=4,fsdp=2", {"expert_mlp_dim": 18}, "--model.expert-mlp-dim 18 is not divisible by tensor=4"),
-        ("pipe=3", {"num_layers": 4}, "--model.num-layers 4 is not divisible by pipe=3"),
-        ("pipe=3", {"num_layers": 5, "num_dense_layers": 1, "moe_every": 2}, "or 2 units .* nearest that is: 7"),
+        ("pipe=3", {"num_layers": 2}, "--model.num-layers 2 is too few for pipe=3; .* take 3 or more"),
+        ("pipe=3", {"num_layers": 5, "num_dense_layers": 1, "moe_every": 2}, "2 units of .* too few .* 7 or more"),
     ],
 )
 def test_what_an_axis_cannot_cut_is_said_in_one_line(mesh, model, message):

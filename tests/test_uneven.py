@@ -20,6 +20,7 @@ from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.kinds import make
 from jaxpar.parallel.pipeline.simulate import simulate
 from jaxpar.parallel.pipeline.stack import EMPTY, layer_order, slots_of
+from jaxpar.parallel.product import product
 from jaxpar.parallel.remat import FULL, Remat
 from jaxpar.planning.pipeline import stage_times
 from jaxpar.training import optimizers, pipelines, setup
@@ -234,7 +235,7 @@ def test_nothing_comes_out_of_an_empty_slot(kind, layers_per_part):
 
     def stage(layers_of, x, microbatch, part):
         def layer(weight, x):
-            x = jnp.sin(x @ weight)
+            x = jnp.sin(product("rd,de->re", x, weight))
             return x, jnp.sum(microbatch["weights"][:, None] * jnp.square(x))
 
         count = jnp.asarray(layers_per_part, jnp.int32)[part]
@@ -300,7 +301,7 @@ def test_equal_parts_have_no_conditional():
 
 def test_a_skipped_layer_as_compiled_for_gpus():
     """A branch holds a layer's collectives within its stage, and no permute."""
-    asked = with_layers(3, "tiny", pipeline="1f1b", grad_accumulation=2)
+    asked = with_layers(3, "tiny", pipeline="1f1b", grad_accumulation=2, reshard_after_forward="always")
     module = hlo_text.Module.parse(verify.compiled_step(asked, parse_mesh("pipe=2,fsdp=2", 4)).as_text())
 
     def reached(name: str) -> set[str]:
