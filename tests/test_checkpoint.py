@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 
 from jaxpar import toml
 from jaxpar.config import Config, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
 from jaxpar.training import optimizers, setup
-from jaxpar.training.checkpoints import checkpoint
+from jaxpar.training.checkpoints import checkpoint, export
 from jaxpar.training.checkpoints.checkpoint import Checkpoints
 from jaxpar.training.checkpoints.run_directory import RunDirectory
 from jaxpar.training.model import Model
@@ -239,3 +240,22 @@ def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path):
         file.write('3\n{"step": 6, "lo')  # no row, and a crash in the middle of a line
     run.start(at(tmp_path), 3)
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_schedule_frees_average_is_what_is_exported(tmp_path):
+    """Training holds y; what is good is x, which is made of it and z (here another tree of numbers)."""
+    model = model_of(None, 1, ())
+    tx = optimizers.make(OptimizerConfig(name="schedule-free", schedule="constant"), 10, model.names)
+    with checkpoints(tmp_path, None, 1, tx) as at:
+        state = init_state(model, tx, seed=1)
+        opt_state = optax.tree.map_params(tx, lambda leaf: leaf * 2 + 1, state.opt_state)
+        state = at_step(dataclasses.replace(state, opt_state=opt_state), 3)
+        at.save(state)
+        at.wait()
+    export.convert(at.directory / "3", to := tmp_path / "model.safetensors")
+    want = true_sizes(model, optimizers.evaluation_params(state.opt_state, state.params))
+    found = safetensors.numpy.load_file(to)
+    assert found.keys() == {name.strip(".") for name in want}
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name.strip(".")], value, rtol=1e-5, atol=1e-5)
+        assert np.abs(value - np.asarray(true_sizes(model, state.params)[name])).max() > 0.01

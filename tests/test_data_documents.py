@@ -57,6 +57,11 @@ def test_a_long_text_is_read_in_units_that_make_it_up(tmp_path, text, unit_bytes
         assert len(units(path, "text", unit_bytes)) == max((len(text.encode()) - PIECE_BYTES - 1) // unit_bytes + 1, 1)
 
 
+def test_records_may_begin_with_a_byte_order_mark(tmp_path):
+    content = write_jsonl(tmp_path / "a.jsonl", ["one", "zwölf"]).read_bytes()
+    assert documents(write(tmp_path / "b.jsonl", b"\xef\xbb\xbf" + content)) == [b"one", "zwölf".encode()]
+
+
 def test_pieces_end_with_a_line_where_there_is_one(tmp_path):
     path = write(tmp_path / "a.txt", LONG)
     with path.open("rb") as stream:

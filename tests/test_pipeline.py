@@ -281,7 +281,11 @@ def marked(leaf):
         ("pipe=2", {"layers_per_stage": "2,2,2"}, "--layers-per-stage 2,2,2 has 3 numbers; pipe=2 takes 2"),
         ("pipe=2", {"layers_per_stage": "6,0"}, "--layers-per-stage 6,0 has a part without a layer; give each"),
         ("pipe=2", {"layers_per_stage": "3,-3"}, "--layers-per-stage 3,-3 is no list of numbers; give 2, as in 7,8"),
-        ("pipe=2", {"pipeline": "auto", "chunks": 2}, "--pipeline auto searches tables of one chunk and slice, not --chunks 2"),
+        (
+            "pipe=2",
+            {"pipeline": "auto", "chunks": 2},
+            "--pipeline auto searches tables of one chunk and slice, not --chunks 2",
+        ),
         ("pipe=2", {"pipeline": "auto", "pipeline_memory_limit": 0.5}, "--pipeline-memory-limit 0.5 is below one"),
         ("pipe=2", {"pipeline_memory_limit": 2.0}, "--pipeline-memory-limit 2 has no use with --pipeline 1f1b, whose"),
         ("pipe=2", {"pipeline": "interleaved-1f1b"}, "needs 2 or more chunks per stage, none given"),

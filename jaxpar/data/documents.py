@@ -216,7 +216,7 @@ def _read_records(unit: Unit, stream: BinaryIO, text_field: str) -> Iterator[Pie
 
 def _record_text(unit: Unit, number: int, line: bytes, text_field: str) -> bytes:
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
         if not isinstance(record, dict):
             raise ValueError(f"no JSON object but {type(record).__name__}")
         if text_field not in record:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def summary(path: Path) -> dict[str, Any]:
 
 
 def convert(path: Path, to: Path, dtype: str | None = None, *, ema: bool = False, force: bool = False) -> int:
-    """Write a whole checkpoint's parameters, or their moving average, as one safetensors file; returns its size.
+    """Write a whole checkpoint's parameters, or their moving average, as one safetensors file; returns its size. Of
+    Schedule-Free's it is the average that is written, which training itself does not hold (arXiv 2405.15682).
 
     One parameter is in memory at a time. The file appears whole or not at all. Raises ValueError.
     """
@@ -104,12 +106,16 @@ def convert(path: Path, to: Path, dtype: str | None = None, *, ema: bool = False
     as_written = {
         name: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype or leaf.dtype)) for name, (_, leaf) in parameters.items()
     }
+    averaged = _schedule_free(path, stored)
     unfinished = to.with_name(f".{to.name}.unfinished")
     try:
         with unfinished.open("wb") as file:
             file.write(_header(as_written, {"format": "jaxpar", "config": stored.config, **_strings(stored.position)}))
             for name, (key, leaf) in parameters.items():
-                file.write(_cast(name, checkpoint.read(path, key, leaf), as_written[name].dtype).data)
+                value = checkpoint.read(path, key, leaf)
+                if averaged is not None:
+                    value = averaged(name, value)
+                file.write(_cast(name, value, as_written[name].dtype).data)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
@@ -146,6 +152,24 @@ def _averages(path: Path, stored: checkpoint.Stored) -> dict[str, tuple[str, jax
             raise ValueError(f"{path} has no moving average of {name}; leave --ema out, or train with --ema DECAY")
         found[name] = keys[0], stored.arrays[keys[0]]
     return found
+
+
+def _schedule_free(path: Path, stored: checkpoint.Stored) -> Callable[[str, np.ndarray], np.ndarray] | None:
+    """x of y, by a parameter's name, where the optimizer is Schedule-Free: y = (1 - b1) z + b1 x is what it trains."""
+    suffix = ".b1"
+    prefix = next(
+        (k.removesuffix(suffix) for k in stored.arrays if k.startswith("opt_state.") and k.endswith(suffix)), None
+    )
+    if prefix is None:
+        return None
+    b1 = float(checkpoint.read(path, prefix + suffix, stored.arrays[prefix + suffix]))
+
+    def averaged(name: str, y: np.ndarray) -> np.ndarray:
+        key = f"{prefix}.z.{name}"
+        z = checkpoint.read(path, key, stored.arrays[key])
+        return ((y - (1 - b1) * z.astype(y.dtype)) / b1).astype(y.dtype)
+
+    return averaged
 
 
 def _header(leaves: dict[str, jax.ShapeDtypeStruct], metadata: dict[str, str]) -> bytes:
