@@ -94,13 +94,13 @@ def check_same(layout: Config, reference: Config, tolerance: float) -> None:
         "fsdp=8",
         "tensor=8",
         "data=2,fsdp=4",
-        "data=4,fsdp=2",
+        pytest.param("data=4,fsdp=2", marks=pytest.mark.slow),
         "data=2,tensor=4",
-        "data=4,tensor=2",
+        pytest.param("data=4,tensor=2", marks=pytest.mark.slow),
         "fsdp=2,tensor=4",
-        "fsdp=4,tensor=2",
+        pytest.param("fsdp=4,tensor=2", marks=pytest.mark.slow),
         "data=2,fsdp=2,tensor=2",
-        "data=2,fsdp=4,tensor=2",
+        pytest.param("data=2,fsdp=4,tensor=2", marks=pytest.mark.slow),
         "fsdp=2,expert=2,tensor=2",
         "context=4,tensor=2",
         "fsdp=2,context=4",
@@ -120,16 +120,20 @@ def test_any_mesh_gives_the_numbers_of_one_device(mesh):
     [
         ("data=2,fsdp=2,tensor=2", {"grad_accumulation": 2}),
         ("data=2,fsdp=2,tensor=2", {"sequence_parallel": False, "grad_accumulation": 4}),
-        ("fsdp=2,tensor=4", {"sequence_parallel": False}),
-        ("fsdp=4,tensor=2", {"reshard_after_forward": "never"}),
-        ("data=2,fsdp=4", {"remat": "none"}),
+        pytest.param("fsdp=2,tensor=4", {"sequence_parallel": False}, marks=pytest.mark.slow),
+        pytest.param("fsdp=4,tensor=2", {"reshard_after_forward": "never"}, marks=pytest.mark.slow),
+        pytest.param("data=2,fsdp=4", {"remat": "none"}, marks=pytest.mark.slow),
         ("data=4,fsdp=2", {"remat": "none", "reshard_after_forward": "never", "grad_accumulation": 2}),
         ("data=8", {"zero": 1}),
-        ("data=2,fsdp=2,tensor=2", {"zero": 1, "grad_accumulation": 2, "sequence_parallel": False}),
+        pytest.param(
+            "data=2,fsdp=2,tensor=2",
+            {"zero": 1, "grad_accumulation": 2, "sequence_parallel": False},
+            marks=pytest.mark.slow,
+        ),
         ("fsdp=4,tensor=2", {"zero": 2, "remat": "every=2"}),
         ("data=2,fsdp=2,tensor=2", {"zero": 2, "grad_accumulation": 2}),
-        ("fsdp=2,expert=2,tensor=2", {"zero": 2}),
-        ("data=2,fsdp=2,tensor=2", {"remat": "every=2"}),
+        pytest.param("fsdp=2,expert=2,tensor=2", {"zero": 2}, marks=pytest.mark.slow),
+        pytest.param("data=2,fsdp=2,tensor=2", {"remat": "every=2"}, marks=pytest.mark.slow),
         ("fsdp=4,tensor=2", {"remat": "every=3", "reshard_after_forward": "never"}),
         ("data=2,fsdp=2,tensor=2", {"remat": "sqrt", "grad_accumulation": 2}),
         ("data=2,fsdp=2,tensor=2", {"remat": "dots"}),
@@ -151,7 +155,13 @@ def test_no_option_of_a_layout_changes_the_numbers(mesh, parallel):
         ("fsdp=2,context=2,tensor=2", {"context_strategy": "ulysses", "context_order": "contiguous"}, "qwen", True),
         ("fsdp=2,context=4", {"context_strategy": "allgather", "zero": 2}, "qwen", True),
         ("context=4,tensor=2", {"context_strategy": "hybrid=2x2", "remat": "save=attention"}, "tiny", True),
-        ("expert=2,context=4", {"context_strategy": "hybrid=2x2", "context_order": "striped"}, "qwen", False),
+        pytest.param(
+            "expert=2,context=4",
+            {"context_strategy": "hybrid=2x2", "context_order": "striped"},
+            "qwen",
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_context_parallelism(mesh, parallel, model, packs):
@@ -173,7 +183,15 @@ def test_zero_2_with_learned_positions_and_sequence_parallelism():
     check_same(config("gpt2", "data=2,tensor=2", zero=2), config("gpt2"), 1e-9)
 
 
-@pytest.mark.parametrize("settings", [{"z_loss": 1e-2}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "ema": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"label_smoothing": 0.1},
+        {"z_loss": 0.1, "ema": 0.9},
+        pytest.param({"z_loss": 1e-2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_every_objective(settings):
     def of(config: Config) -> Config:
         return dataclasses.replace(config, optimizer=OptimizerConfig(**settings))
@@ -181,12 +199,16 @@ def test_every_objective(settings):
     check_same(of(config("tiny", "data=2,fsdp=2,tensor=2", zero=2)), of(config("tiny")), 1e-9)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "qwen"])
+WITHOUT_SEQUENCE_PARALLELISM = {"sequence_parallel": False, "grad_accumulation": 2}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "parallel"),
+    ("model", "mesh", "parallel"),
     [
-        ("data=2,fsdp=2,tensor=4", {}),  # 2 kv heads over 4 ranks
-        ("fsdp=4,tensor=2", {"sequence_parallel": False, "grad_accumulation": 2}),
+        ("qwen", "data=2,fsdp=2,tensor=4", {}),  # 2 kv heads over 4 ranks
+        ("gpt2", "fsdp=4,tensor=2", WITHOUT_SEQUENCE_PARALLELISM),
+        pytest.param("gpt2", "data=2,fsdp=2,tensor=4", {}, marks=pytest.mark.slow),
+        pytest.param("qwen", "fsdp=4,tensor=2", WITHOUT_SEQUENCE_PARALLELISM, marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_block(model, mesh, parallel):
@@ -197,10 +219,10 @@ def test_every_kind_of_block(model, mesh, parallel):
     ("precision", "zero", "run", "tolerance"),
     [
         ("bfloat16", 3, {}, 0.05),
-        ("bfloat16", 1, {"reduce_dtype": "bfloat16"}, 0.05),
+        pytest.param("bfloat16", 1, {"reduce_dtype": "bfloat16"}, 0.05, marks=pytest.mark.slow),
         ("bfloat16", 2, {"reduce_dtype": "bfloat16"}, 0.05),
         ("float16", 3, {}, 0.01),
-        ("float16", 2, {}, 0.01),
+        pytest.param("float16", 2, {}, 0.01, marks=pytest.mark.slow),
         ("bfloat16", 3, {"params_dtype": "bfloat16"}, 0.1),
         ("bfloat16", 3, {"matmul": "fp8"}, 0.15),
     ],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -228,8 +229,18 @@ def compiled_update(tx: optax.GradientTransformation, abstract, mesh):
         return init, jax.jit(step).lower(abstract, abstract_state, abstract).compile()
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=2", "fsdp=4,tensor=2", "data=4,fsdp=2"])
-@pytest.mark.parametrize("name", CONFIGS)
+def is_quick(name: str, mesh: str) -> bool:
+    """Optimizers that take each element by itself are quick on the meshes that cut by two axes."""
+    return name in ("adafactor", "muon") or "," in mesh
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=() if is_quick(name, mesh) else pytest.mark.slow)
+        for name, mesh in itertools.product(CONFIGS, ["fsdp=4", "tensor=2", "fsdp=4,tensor=2", "data=4,fsdp=2"])
+    ],
+)
 def test_sharded_is_optax_on_one_device(name, mesh):
     model, made = model_on(mesh)
     abstract = zero_typed(model, made) if "data" in mesh else model.abstract

@@ -57,7 +57,12 @@ def with_layers(num_layers: int, model: str, mesh: str = "", **parallel):
             {"pipeline": "zb-h1", "grad_accumulation": 4, "spread_head": True, "reshard_after_forward": "always"},
             "qwen",
         ),
-        ("pipe=2,data=2", {"pipeline": "1f1b", "grad_accumulation": 2, "spread_head": True, "zero": 1}, "gpt2"),
+        pytest.param(
+            "pipe=2,data=2",
+            {"pipeline": "1f1b", "grad_accumulation": 2, "spread_head": True, "zero": 1},
+            "gpt2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "pipe=2,context=2",
             {"pipeline": "interleaved-1f1b", "chunks": 2, "context_strategy": "ulysses"},
@@ -159,7 +164,8 @@ def by_one_device(ends, layers, batch):
 
 @pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "keeps_residuals"), [(2, 1, False), (4, 4, True), (4, 10, False), (2, 5, True)]
+    ("stages", "microbatches", "keeps_residuals"),
+    [(2, 1, False), (4, 4, True), (4, 10, False), pytest.param(2, 5, True, marks=pytest.mark.slow)],
 )
 def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches, keeps_residuals):
     """Microbatches fewer than, as many as, more than the stages, and no multiple of them."""
@@ -228,7 +234,7 @@ def test_a_tick_as_compiled_for_gpus():
     assert activation < 256 * 256 // 2  # a kernel's part
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_a_checkpoint_has_its_layers_in_order(tmp_path, optimizer):
     """Written by chunks in a V, read by a pipeline of other parts, and by none."""
 

@@ -42,7 +42,7 @@ EMBEDDING = HEAD = 8192 * 1024
 VECTORS = (2 * 4 + 1) * 1024
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("num_microbatches", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_data_parallelism_is_one_all_reduce_of_the_gradients_a_step(num_microbatches):
     found, _ = check(config(grad_accumulation=num_microbatches), sizes(data=8))
     assert set(found) == {"data"}
@@ -82,7 +82,7 @@ def test_keeping_activations_does_not_keep_gathered_weights():
     assert found["fsdp"]["all-gather"]["bytes"] == pytest.approx(2 * (2 * KERNELS + HEAD), rel=1e-2)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
 def test_tensor_parallelism_reduces_an_activation_twice_a_layer_and_direction(remat):
     activation = 2 * (64 * 512 * 1024)
     again = 1 if remat == "full" else 0
@@ -100,14 +100,14 @@ def test_tensor_parallelism_reduces_an_activation_twice_a_layer_and_direction(re
     ("mesh", "parallel"),
     [
         (sizes(data=2, fsdp=4), {"grad_accumulation": 2}),
-        (sizes(data=4, fsdp=2), {"remat": "none"}),
+        pytest.param(sizes(data=4, fsdp=2), {"remat": "none"}, marks=pytest.mark.slow),
         (sizes(data=2, tensor=4), {"grad_accumulation": 2}),
-        (sizes(data=4, tensor=2), {"sequence_parallel": False}),
-        (sizes(fsdp=2, tensor=4), {"grad_accumulation": 2}),
-        (sizes(fsdp=4, tensor=2), {"reshard_after_forward": "never"}),
-        (sizes(data=2, fsdp=2, tensor=2), {"grad_accumulation": 2}),
-        (sizes(fsdp=2, expert=2, tensor=2), {}),
-        (sizes(data=2, fsdp=2, tensor=2), {"zero": 1, "grad_accumulation": 2}),
+        pytest.param(sizes(data=4, tensor=2), {"sequence_parallel": False}, marks=pytest.mark.slow),
+        pytest.param(sizes(fsdp=2, tensor=4), {"grad_accumulation": 2}, marks=pytest.mark.slow),
+        pytest.param(sizes(fsdp=4, tensor=2), {"reshard_after_forward": "never"}, marks=pytest.mark.slow),
+        pytest.param(sizes(data=2, fsdp=2, tensor=2), {"grad_accumulation": 2}, marks=pytest.mark.slow),
+        pytest.param(sizes(fsdp=2, expert=2, tensor=2), {}, marks=pytest.mark.slow),
+        pytest.param(sizes(data=2, fsdp=2, tensor=2), {"zero": 1, "grad_accumulation": 2}, marks=pytest.mark.slow),
         (sizes(data=2, fsdp=2, tensor=2), {"zero": 2, "grad_accumulation": 2}),
         (sizes(fsdp=2, tensor=4), {"remat": "every=3"}),
         (sizes(fsdp=4, tensor=2), {"remat": "dots"}),
@@ -133,12 +133,16 @@ def test_compositions(mesh, parallel):
         assert agree(lacking, expected) is (expected[axes][op] <= 1024)
 
 
-def test_a_window_that_few_ranks_reach_sends_less():
+@pytest.mark.parametrize(
+    # Of 64 tokens a rank: the last two ranks, or either side.
+    ("order", "hops"),
+    [("contiguous", 2), pytest.param("zigzag", 7, marks=pytest.mark.slow)],
+)
+def test_a_window_that_few_ranks_reach_sends_less(order, hops):
     model = dataclasses.replace(MODEL, sliding_window=100)
-    for order, hops in ("contiguous", 2), ("zigzag", 7):  # of 64 tokens a rank: the last two ranks, or either side
-        _, expected = check(config(model, context_order=order, remat="none"), sizes(context=8))
-        keys = 4 * 64 * 64 * 2 * 8 * 64  # layers, rows, tokens, K and V, heads, dim
-        assert expected["context"]["collective-permute"] == keys * (hops * (2 + 2 + 4) + 2)
+    _, expected = check(config(model, context_order=order, remat="none"), sizes(context=8))
+    keys = 4 * 64 * 64 * 2 * 8 * 64  # layers, rows, tokens, K and V, heads, dim
+    assert expected["context"]["collective-permute"] == keys * (hops * (2 + 2 + 4) + 2)
 
 
 def test_kv_heads_that_tensor_does_not_divide_and_biases_and_tied_embeddings():

@@ -31,8 +31,7 @@ def work(tmp_path_factory) -> Path:
 
 def train(work: Path, run_dir: str, *args: str, settings: list[str] = SETTINGS) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "train.py"), "--data", "text.txt", "--run-dir", run_dir, *settings, *args]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"XDG_CACHE_HOME": str(work / "cache"), "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"XDG_CACHE_HOME": str(work / "cache"), "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 

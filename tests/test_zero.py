@@ -48,7 +48,9 @@ def bytes_per_parameter(zero: int, mesh: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "data=2,fsdp=4"])
+@pytest.mark.parametrize(
+    "mesh", ["data=2,fsdp=4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("data=8", "fsdp=8"))]
+)
 def test_figure_1(mesh):
     n = 8
     assert bytes_per_parameter(1, mesh) == {"parameters": 2, "gradients": 2, "optimizer": 12 / n}
