@@ -58,11 +58,13 @@ class Hops:
         (gradient by it, state)."""
         arrived = self._sent(mail.unsent, late=True)
         x, y, state = forward(mail.inputs, state)
+        urgent = {hop: arrived.pop(hop) for hop in self.program.hops if self.program.is_urgent(hop)}
+        x, y, urgent = lax.optimization_barrier((x, y, urgent))
         arrived |= self._sent({"forward": y}, late=False)
-        mail = self._stored(mail, arrived, row, urgent=True)
+        mail = self._stored(mail, urgent, row)
         dx, state = backward(x, mail.gradients, state)
         mail = mail._replace(inputs=trees.put(mail.inputs, x, row["looked_up"]))
-        mail = self._stored(mail, arrived, row, urgent=False)
+        mail = self._stored(mail, arrived, row)
         made: dict[Pass, Array] = {"forward": y, "backward": dx}
         return mail._replace(unsent={each: made[each] for each in mail.unsent}), state
 
@@ -73,8 +75,8 @@ class Hops:
             if hop.made_by in made and self.program.is_late(hop) == late
         }
 
-    def _stored(self, mail: Mail, arrived: Mapping[Hop, Array], row: dict[str, Any], urgent: bool) -> Mail:
+    def _stored(self, mail: Mail, arrived: Mapping[Hop, Array], row: dict[str, Any]) -> Mail:
         for (hop, buffer), slot in zip(self.program.arrivals, row["arrivals"], strict=True):
-            if self.program.is_urgent(hop) == urgent:
+            if hop in arrived:
                 mail = mail._replace(**{buffer: trees.put(getattr(mail, buffer), arrived[hop], slot)})
         return mail
