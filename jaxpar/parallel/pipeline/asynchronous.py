@@ -12,10 +12,10 @@ The embedding is the first stage's, final norm and head are the last one's. A lo
 the head's follows its forward pass at once: under PipeDream they need no stash.
 The pipeline drains after M microbatches, so that metrics, evaluation and checkpoints see one model, of which all of it
 has had all updates. Both formulas hold from one drain to the next, w(t) = w(0) for t < 0: M should be many times P.
-Collectives, in bytes: per tick A in each direction, as in executor.py; per update of a stage the all-reduce of its own
-gradients over `data` and whatever else owes them; per M microbatches one all-reduce over `pipe` of the embedding, final
-norm, head and of what the optimizer keeps of them, before which those with a vocabulary, cut over `pipe` in between,
-are gathered. FSDP's weights are gathered in each action, since they change.
+Collectives, in bytes: per tick A for outputs and for gradients, as in executor.py; per update of a stage the all-reduce
+of its own gradients over `data` and whatever else owes them; per M microbatches one all-reduce over `pipe` of the
+embedding, final norm, head and of what the optimizer keeps of them, before which those with a vocabulary, cut over
+`pipe` in between, are gathered. FSDP's weights are gathered in each action, since they change.
 Memory: every rank has as many versions as the stage with the most (P under PipeDream), in the parameters' own dtype;
 gradients are kept under 2BW alone.
 Limits: one chunk; an action copies its version of the weights out of the stack; a backward pass computes its stage's
@@ -153,7 +153,7 @@ def run(
         mail, state = carry
         row = jax.tree.map(lambda column: column[stage], rows)
         own = _Stage(functions, updates, fill, row, *trees.at((batch, shares), row["microbatch"]))
-        return hops.tick(row, mail, state, own.forward, own.backward), None
+        return hops.tick(row, mail, state, own.forward, own.backward, own.end), None
 
     of_versions = {"reads": versions.reads, "latest": versions.latest, "closes": versions.closes}
     rows = {**program.rows()["own"], **jax.tree.map(jnp.asarray, of_versions)}
@@ -217,13 +217,18 @@ class _Stage:
             by_layers, dx = pull((dy, jnp.ones_like(minimised)))
             return dx, self._advanced(layers, self.updates.layers, by_layers)
 
+        dx, layers = trees.when(Branch.BOTH, row["op"] == Op.BW, change, self._nothing(x), layers)
+        return dx, (loss, told, Parts(first, layers, last))
+
+    def end(self, dx: Array, state: _State) -> _State:
+        loss, told, (first, layers, last) = state
+
         def add_embedding(first: _Kept) -> _Kept:
             (by_first,) = jax.vjp(self._embed, self._read(first))[1](dx)
             return self._advanced(first, self.updates.first, by_first)
 
-        dx, layers = trees.when(Branch.BOTH, row["op"] == Op.BW, change, self._nothing(x), layers)
-        first = trees.when(Branch.EMBEDDING, row["ends_backward"], add_embedding, first)
-        return dx, (loss, told, Parts(first, layers, last))
+        first = trees.when(Branch.EMBEDDING, self.row["ends_backward"], add_embedding, first)
+        return loss, told, Parts(first, layers, last)
 
     def _embed(self, first: PyTree) -> Array:
         return self.functions.embed(first, microbatch=self.microbatch)

@@ -1,11 +1,13 @@
 """Pipeline parallelism: any schedule, in one loop over its ticks (GPipe, arXiv 1811.06965; 1F1B, arXiv 2006.09503).
 
 Splits: the layers over `pipe`, P stages of C chunks each; every rank of a stage runs the same branch of a tick. What an
-action makes hops to its neighbour by a permute outside of the branches, and lies in a buffer of the schedule's own
-size until it is used; so does what lies between the pieces of a backward pass (see backward.py), and, if asked for,
-what a forward pass keeps for it. Else a backward pass computes its chunk's forward pass again.
+action makes hops to its neighbour by a permute outside of the branches, beside one that does not need it (see hops.py),
+and lies in a buffer of the schedule's own size until it is used; so does what lies between the pieces of a backward
+pass (see backward.py), and, if asked for, what a forward pass keeps for it. Else a backward pass computes its chunk's
+forward pass again.
 Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank, in compute dtype:
-    collective-permute  A per tick and direction, whether the tick sends anything or not
+    collective-permute  A per tick for outputs and for gradients, in a V for each twice, as both go either way; whether
+                        the tick sends anything or not
     all-gather          embedding and head, whose vocabulary is cut over `pipe`, once; their gradients are
                         reduce-scattered, once
     all-reduce          the gradients of the final norm and other vectors, which only the ends of the model have, once
@@ -102,10 +104,12 @@ def run(
 
         def backward(x: Array, gradients: Array, state: _State) -> tuple[Array, _State]:
             dx, deferred, by_layers = own.backward(x, gradients, state.residuals, state.deferred, state.by_layers)
-            by_ends = at_ends.pull_back(dx, state.by_ends)
-            return dx, state._replace(deferred=deferred, by_ends=by_ends, by_layers=by_layers)
+            return dx, state._replace(deferred=deferred, by_layers=by_layers)
 
-        return hops.tick(row, mail, state, forward, backward), None
+        def end(dx: Array, state: _State) -> _State:
+            return state._replace(by_ends=at_ends.pull_back(dx, state.by_ends))
+
+        return hops.tick(row, mail, state, forward, backward, end), None
 
     def slots(name: Buffer, of: PyTree) -> PyTree:
         count = program.num_slots[name]

@@ -53,18 +53,26 @@ class Hops:
         state: State,
         forward: Callable[[Array, State], tuple[Array, Array, State]],
         backward: Callable[[Array, Array, State], tuple[Array, State]],
+        end: Callable[[Array, State], State],
     ) -> tuple[Mail, State]:
         """forward(inputs, state) -> (its own input, output, state); backward(its own input, gradients, state) ->
-        (gradient by it, state)."""
+        (gradient by it, state); end(this gradient, state) -> state, what the model's first part alone does with it.
+
+        Barriers keep the order of the three, weight gradients that waited included: in an order of the compiler's a
+        hop may be left with nothing beside it, and a stage with work that has to wait for its neighbour's of the same
+        tick.
+        """
         arrived = self._sent(mail.unsent, late=True)
         x, y, state = forward(mail.inputs, state)
         urgent = {hop: arrived.pop(hop) for hop in self.program.hops if self.program.is_urgent(hop)}
         x, y, urgent = lax.optimization_barrier((x, y, urgent))
-        arrived |= self._sent({"forward": y}, late=False)
         mail = self._stored(mail, urgent, row)
+        arrived |= self._sent({"forward": y}, late=False)
         dx, state = backward(x, mail.gradients, state)
+        dx, state, arrived = lax.optimization_barrier((dx, state, arrived))
         mail = mail._replace(inputs=trees.put(mail.inputs, x, row["looked_up"]))
         mail = self._stored(mail, arrived, row)
+        state = end(dx, state)
         made: dict[Pass, Array] = {"forward": y, "backward": dx}
         return mail._replace(unsent={each: made[each] for each in mail.unsent}), state
 

@@ -7,7 +7,7 @@ A stage keeps the keys and values of each slice. A backward pass computes its sl
 gradients up; an earlier slice's backward pass takes them as those of the keys and values that it made.
 Slices may be of any lengths, which the program knows: a stage branches on a slice's number and does its own work alone.
 Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank and the longest slice's share s:
-    collective-permute  s A per tick and direction, whether the tick sends anything or not
+    collective-permute  2 s A per tick, for outputs and gradients, whether the tick sends anything or not
     all-reduce          the gradients of embedding, final norm and head, once
     those of FSDP and the others: once in each action, that is, weights are gathered per slice
 Memory: as GPipe's, every microbatch's inputs and, beside them, keys and values.
@@ -75,7 +75,7 @@ def run(
         mail, state = carry
         row = jax.tree.map(lambda column: column[stage], rows)
         own = _Stage(cuts, functions, ends, layers, row, trees.at(batch, row["microbatch"]))
-        return hops.tick(row, mail, state, own.forward, own.backward), None
+        return hops.tick(row, mail, state, own.forward, own.backward, own.end), None
 
     def empty(count: int, like: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), like)
@@ -221,17 +221,20 @@ class _Stage:
             owed = jax.tree.map(lambda total: jnp.where(row["piece"] == last, jnp.zeros_like(total), total), owed)
             return dx, trees.add(owed, of_before), trees.add(by_layers, by_own)
 
+        dx, owed, by_layers = trees.when(
+            Branch.BOTH, row["op"] == Op.BW, change, self._nothing(x), state.owed, state.by_layers
+        )
+        return dx, state._replace(owed=owed, by_layers=by_layers)
+
+    def end(self, dx: Array, state: _State) -> _State:
         def add_embedding(by_ends: PyTree) -> PyTree:
             def of_slice(number: int) -> PyTree:
                 return jax.vjp(partial(self._embed, number), self.ends)[1](dx)[0]
 
             return trees.add(by_ends, self._by_slice(of_slice))
 
-        dx, owed, by_layers = trees.when(
-            Branch.BOTH, row["op"] == Op.BW, change, self._nothing(x), state.owed, state.by_layers
-        )
-        by_ends = trees.when(Branch.EMBEDDING, row["ends_backward"], add_embedding, state.by_ends)
-        return dx, state._replace(owed=owed, by_ends=by_ends, by_layers=by_layers)
+        by_ends = trees.when(Branch.EMBEDDING, self.row["ends_backward"], add_embedding, state.by_ends)
+        return state._replace(by_ends=by_ends)
 
     @property
     def _first_place(self) -> Array:
