@@ -282,9 +282,7 @@ def traffic_settings(config: Config, mesh: Mapping[str, int]) -> TrafficSettings
     if schedule is not None:
         is_looped = schedule.kind in looped.KINDS
         stages = Stages(
-            permutes=2 * looped.num_ticks(schedule)
-            if is_looped
-            else schedule.num_ticks * len(Program.of(schedule).hops),
+            permutes=2 * looped.num_ticks(schedule) if is_looped else Program.of(schedule).permutes,
             num_chunks=schedule.num_chunks,
             layers_per_chunk=max(pipelines.layers_per_part(config, schedule)),
             keeps_residuals=config.parallel.pipeline_residuals,

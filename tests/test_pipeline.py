@@ -15,11 +15,13 @@ from jax.sharding import PartitionSpec as P
 from test_ladder import check_same, config, num_devices
 
 from jaxpar import verify
-from jaxpar.audit import hlo_text
+from jaxpar.audit import hlo, hlo_text
+from jaxpar.audit.compile import lower
+from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import OptimizerConfig
 from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.pipeline.kinds import KINDS, make
-from jaxpar.parallel.pipeline.program import Program
+from jaxpar.parallel.pipeline.program import Branch, Program
 from jaxpar.parallel.pipeline.schedule import Op
 from jaxpar.parallel.product import product
 from jaxpar.training import optimizers, setup
@@ -179,6 +181,19 @@ def test_every_kind_with_nan_in_what_holds_nothing(kind, stages, microbatches, k
 
 
 @pytest.mark.parametrize("kind", RUNS)
+def test_what_a_pass_makes_hops_apart(kind):
+    """One way each where parts go in a loop, both ways in a V; and what needs no hurry has a tick to itself."""
+    program = Program.of(make(kind, 4, 8, chunks_of(kind)))
+    hops = [hop for hop in program.hops if hop.shift]
+    assert program.permutes == len(hops) * len(program.op)
+    if kind in ("zb-v", "dualpipe-v"):
+        assert hops == [("backward", 1), ("backward", 3), ("forward", 1), ("forward", 3)]
+    else:
+        assert hops == [("backward", 3), ("forward", 1)]
+    assert program.patient == ({"forward", "backward"} if kind in ("eager-1f1b", "interleaved-1f1b") else set())
+
+
+@pytest.mark.parametrize("kind", RUNS)
 def test_a_stage_runs_what_its_table_says_once(kind):
     schedule = make(kind, 4, 6, chunks_of(kind))
     program = Program.of(schedule)
@@ -200,8 +215,8 @@ def test_a_branch_runs_its_stage_once():
 
 
 def test_a_tick_as_compiled_for_gpus():
-    """Two permutes a tick, none in a branch; and where a tick has no weight gradient, nothing of a parameter's size is
-    copied: sums are in the loop's own buffers throughout."""
+    """Two permutes a tick, each beside a branch, none in one; and where a tick has no weight gradient, nothing of a
+    parameter's size is copied: sums are in the loop's own buffers throughout."""
     asked = config("tiny", pipeline="1f1b", grad_accumulation=4)
     model = asked.model.replace(num_layers=4, embed_dim=256, mlp_dim=512)
     asked = dataclasses.replace(asked, model=model)
@@ -221,6 +236,10 @@ def test_a_tick_as_compiled_for_gpus():
     assert len(branches) == 2 * 5  # look up, forward, backward, head, embedding's gradient
     assert permutes(reached(ticks[0].name)) == 2
     assert permutes(set().union(*(reached(branch) for _, branch in branches))) == 0
+    assert [set(beside) for beside in hidden_by(text, "pipe=4,fsdp=2")] == [
+        {Branch.LOOK_UP, Branch.FORWARD, Branch.HEAD},
+        {Branch.BOTH},
+    ]
 
     activation = 16 // 4 // 2 * 16 * 256
     idle = [ticks[0].name, *(branch for role, branch in branches if role == "true_computation")]
@@ -232,6 +251,34 @@ def test_a_tick_as_compiled_for_gpus():
     ]
     assert all(size <= activation for size in copied)
     assert activation < 256 * 256 // 2  # a kernel's part
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks", "hidden"),
+    [
+        ("zb-v", 2, [{Branch.FORWARD}] * 2 + [{Branch.INPUT, Branch.WEIGHTS}] * 2),
+        ("interleaved-1f1b", 2, [{Branch.FORWARD, Branch.BOTH}] * 2),
+    ],
+)
+def test_hops_are_beside_branches_as_compiled_for_gpus(kind, chunks, hidden):
+    """Where several may be under way at once: a gradient's beside the forward pass, an output's beside the backward
+    pass; beside both where nobody needs it yet."""
+    asked = with_layers(8, "tiny", "pipe=4", pipeline=kind, chunks=chunks, grad_accumulation=8)
+    lowered, *_ = lower(asked, gpu_devices("h100:1x4"), "cpu")
+    text = lowered.compile({"xla_gpu_experimental_parallel_collective_overlap_limit": "8"}).as_text()
+    ends = {Branch.LOOK_UP, Branch.HEAD}
+    assert [beside - ends for beside in hidden_by(text, "pipe=4")] == hidden
+
+
+def hidden_by(text: str, mesh: str) -> list[set[str]]:
+    """Of each permute, in order: the branches between its start and its end."""
+    found = hlo.read_collectives(text, parse_mesh(mesh, num_devices(mesh)))
+    windows = [each.window for each in found if each.op == "collective-permute"]
+    return [
+        {name for each in window.between for name in Branch if each.op_name.endswith(f"/{name}/cond")}
+        for window in windows
+        if window is not None
+    ]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
@@ -299,6 +346,7 @@ def marked(leaf):
         ("pipe=2", {"pipeline": "1f1B"}, "did you mean 1f1b?"),
         ("pipe=2", {"zero": 2}, "--zero 2 does not go with pipe=2"),
         ("pipe=2", {"grad_accumulation": 3}, "--batch-size 16 is not divisible by 3 microbatches"),
+        ("pipe=2", {"grad_accumulation": 100_000}, "--microbatches 100000 with pipe=2 is more than the 16384 that"),
         ("pipe=2,context=2", {"context_strategy": "ring"}, "take allgather or ulysses"),
         ("pipe=2,context=2", {"context_strategy": "hybrid=1x2"}, "take allgather or ulysses"),
         ("pipe=2", {"remat": "every=4"}, "it takes a number of layers, 1 to 3"),

@@ -17,6 +17,8 @@ from jaxpar.parallel.remat import Remat
 from jaxpar.planning.pipeline import part_work, slice_flops, stage_times
 from models.config import ModelConfig
 
+_MOST_MICROBATCHES = 16384
+"""The bubble is nothing long before, and a table's making goes by microbatches times stages."""
 _MOST_PLACES = 512
 """For token slices to begin at."""
 
@@ -30,6 +32,11 @@ def make_schedule(config: Config, num_stages: int) -> Schedule | None:
         kinds.check_known(parallel.pipeline)
     if num_stages == 1 and (kind is None or kind.synchronous):
         return None
+    if parallel.grad_accumulation > _MOST_MICROBATCHES:
+        raise ValueError(
+            f"--microbatches {parallel.grad_accumulation} with pipe={num_stages} is more than the {_MOST_MICROBATCHES} "
+            "that a schedule's table is made for; take fewer, of more sequences each"
+        )
     if parallel.pipeline == "auto":
         schedule = _searched(config, num_stages)
     elif parallel.pipeline_memory_limit is not None:

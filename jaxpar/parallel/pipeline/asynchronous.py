@@ -12,10 +12,10 @@ The embedding is the first stage's, final norm and head are the last one's. A lo
 the head's follows its forward pass at once: under PipeDream they need no stash.
 The pipeline drains after M microbatches, so that metrics, evaluation and checkpoints see one model, of which all of it
 has had all updates. Both formulas hold from one drain to the next, w(t) = w(0) for t < 0: M should be many times P.
-Collectives, in bytes: per tick A in each direction, as in executor.py; per update of a stage the all-reduce of its own
-gradients over `data` and whatever else owes them; per M microbatches one all-reduce over `pipe` of the embedding, final
-norm, head and of what the optimizer keeps of them, before which those with a vocabulary, cut over `pipe` in between,
-are gathered. FSDP's weights are gathered in each action, since they change.
+Collectives, in bytes: per tick A for outputs and for gradients, as in executor.py; per update of a stage the all-reduce
+of its own gradients over `data` and whatever else owes them; per M microbatches one all-reduce over `pipe` of the
+embedding, final norm, head and of what the optimizer keeps of them, before which those with a vocabulary, cut over
+`pipe` in between, are gathered. FSDP's weights are gathered in each action, since they change.
 Memory: every rank has as many versions as the stage with the most (P under PipeDream), in the parameters' own dtype;
 gradients are kept under 2BW alone.
 Limits: one chunk; an action copies its version of the weights out of the stack; a backward pass computes its stage's
@@ -36,6 +36,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxpar.numerics import widened
 from jaxpar.parallel.pipeline import trees
 from jaxpar.parallel.pipeline.executor import AXIS, Functions
+from jaxpar.parallel.pipeline.hops import Hops
 from jaxpar.parallel.pipeline.program import Branch, Program, Table
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
@@ -146,27 +147,18 @@ def run(
         sums = None if versions.num_updates == schedule.num_microbatches else zeros(weights)
         return _Kept(jax.tree.map(stacked, weights), state, sums)
 
-    def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
-        buffers, (loss, told, parts) = carry
-        row = jax.tree.map(lambda column: column[stage], rows)
-        x, dy = (trees.at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
-        microbatch, share = trees.at((batch, shares), row["microbatch"])
-        x, made, results = _act(functions, updates, fill, row, microbatch, share, x, dy, loss, told, parts)
-        arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
-        buffers = dict(buffers, inputs=trees.put(buffers["inputs"], x, row["looked_up"]))
-        for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
-            buffers[name] = trees.put(buffers[name], arrived.get(shift, made), slot)
-        return (buffers, results), None
+    hops = Hops(program, AXIS)
 
-    buffers = {
-        # Something arrives in every tick; what nobody reads goes to a spare slot.
-        name: jnp.full((program.num_slots[name] + 1, *activation.shape), fill, activation.dtype)
-        for name in ("inputs", "gradients")
-    }
+    def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
+        mail, state = carry
+        row = jax.tree.map(lambda column: column[stage], rows)
+        own = _Stage(functions, updates, fill, row, *trees.at((batch, shares), row["microbatch"]))
+        return hops.tick(row, mail, state, own.forward, own.backward, own.end), None
+
     of_versions = {"reads": versions.reads, "latest": versions.latest, "closes": versions.closes}
     rows = {**program.rows()["own"], **jax.tree.map(jnp.asarray, of_versions)}
-    start = buffers, (zeros(reported), zeros(told), Parts(*map(kept, weights, states, versions.num_kept)))
-    (_, (loss, told, parts)), _ = lax.scan(tick, start, rows)
+    state = zeros(reported), zeros(told), Parts(*map(kept, weights, states, versions.num_kept))
+    (_, (loss, told, parts)), _ = lax.scan(tick, (hops.none(activation, fill), state), rows)
 
     def of_stage(owner: int, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: lax.psum(jnp.where(stage == owner, x, jnp.zeros((), x.dtype)), AXIS), tree)
@@ -179,68 +171,93 @@ def run(
     return lax.psum(loss, AXIS), told, *(Parts(*each) for each in zip(*ends, strict=True))
 
 
-def _act(
-    functions: Functions,
-    updates: Parts,
-    fill: float,
-    row: dict[str, Any],
-    microbatch: PyTree,
-    share: Float[Array, ""],
-    x: Array,
-    dy: Array,
-    loss: Array,
-    told: PyTree,
-    parts: Parts,
-) -> tuple[Array, Array, tuple[Array, PyTree, Parts]]:
-    """A stage's tick: (its input, what it sends on, results). Results pass through conditionals as sums do in
-    executor._act."""
-    first, layers, last = parts
-    embed = partial(functions.embed, microbatch=microbatch)
-    stage = partial(functions.stage, microbatch=microbatch, part=row["part"])
-    head = partial(functions.head, microbatch=microbatch)
+_State = tuple[Array, PyTree, Parts]
+"""What is reported, what layers told, what a rank has of each part; they pass through conditionals as executor's."""
 
-    def read(part: _Kept) -> PyTree:
-        return _version(part, row["reads"])
 
-    def share_of(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf * share.astype(leaf.dtype), tree)
+@dataclass(frozen=True)
+class _Stage:
+    """What a stage does in a tick, if anything; what it makes is `fill` else."""
 
-    def advanced(part: _Kept, update: Update, gradients: PyTree) -> _Kept:
+    functions: Functions
+    updates: Parts
+    fill: float
+    row: dict[str, Any]
+    microbatch: PyTree
+    share: Float[Array, ""]
+
+    def forward(self, inputs: Array, state: _State) -> tuple[Array, Array, _State]:
+        loss, told, (first, layers, last) = state
+        row = self.row
+
+        def change(_: Array, told: PyTree) -> tuple[Array, PyTree]:
+            y, _, of_layers = self._layers(self._read(layers), x)
+            return y, trees.add(told, self._share_of(of_layers))
+
+        def add_head(y: Array, loss: Array, last: _Kept) -> tuple[Array, Array, _Kept]:
+            head = partial(self.functions.head, microbatch=self.microbatch)
+            minimised, pull, reported = jax.vjp(head, self._read(last), y, has_aux=True)
+            gradients, dy = pull(jnp.ones_like(minimised))
+            loss = trees.add(loss, self._share_of(reported))
+            return dy, loss, self._advanced(last, self.updates.last, gradients)
+
+        x = trees.at(inputs, row["slots"]["inputs"])
+        x = trees.when(Branch.LOOK_UP, row["looks_up"], lambda x: self._embed(self._read(first)), x)
+        y, told = trees.when(Branch.FORWARD, row["op"] == Op.F, change, self._nothing(x), told)
+        y, loss, last = trees.when(Branch.HEAD, row["is_scored"], add_head, y, loss, last)
+        return x, y, (loss, told, Parts(first, layers, last))
+
+    def backward(self, x: Array, gradients: Array, state: _State) -> tuple[Array, _State]:
+        loss, told, (first, layers, last) = state
+        row = self.row
+
+        def change(_: Array, layers: _Kept) -> tuple[Array, _Kept]:
+            (_, minimised), pull = jax.vjp(lambda *by: self._layers(*by)[:2], self._read(layers), x)
+            dy = trees.at(gradients, row["slots"]["gradients"])
+            by_layers, dx = pull((dy, jnp.ones_like(minimised)))
+            return dx, self._advanced(layers, self.updates.layers, by_layers)
+
+        dx, layers = trees.when(Branch.BOTH, row["op"] == Op.BW, change, self._nothing(x), layers)
+        return dx, (loss, told, Parts(first, layers, last))
+
+    def end(self, dx: Array, state: _State) -> _State:
+        loss, told, (first, layers, last) = state
+
+        def add_embedding(first: _Kept) -> _Kept:
+            (by_first,) = jax.vjp(self._embed, self._read(first))[1](dx)
+            return self._advanced(first, self.updates.first, by_first)
+
+        first = trees.when(Branch.EMBEDDING, self.row["ends_backward"], add_embedding, first)
+        return loss, told, Parts(first, layers, last)
+
+    def _embed(self, first: PyTree) -> Array:
+        return self.functions.embed(first, microbatch=self.microbatch)
+
+    def _layers(self, layers: PyTree, x: Array) -> tuple[Array, Array, PyTree]:
+        return self.functions.stage(layers, x, microbatch=self.microbatch, part=self.row["part"])
+
+    def _nothing(self, x: Array) -> Array:
+        return jnp.full(x.shape, self.fill, x.dtype)
+
+    def _read(self, part: _Kept) -> PyTree:
+        return _version(part, self.row["reads"])
+
+    def _share_of(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf * self.share.astype(leaf.dtype), tree)
+
+    def _advanced(self, part: _Kept, update: Update, gradients: PyTree) -> _Kept:
+        latest = self.row["latest"]
+
         def apply(stack: PyTree, state: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            new, state = update(_version(part, row["latest"]), state, gradients)
-            slot = (row["latest"] + 1) % _num_kept(part)
+            new, state = update(_version(part, latest), state, gradients)
+            slot = (latest + 1) % _num_kept(part)
             stack = jax.tree.map(lambda leaf, value: trees.put(leaf, value, slot), stack, new)
             return stack, state, jax.tree.map(jnp.zeros_like, gradients)
 
         if part.sums is None:
             return _Kept(*apply(part.versions, part.state, gradients)[:2], None)
         sums = trees.add(part.sums, gradients)
-        return _Kept(*trees.when(Branch.UPDATE, row["closes"], apply, part.versions, part.state, sums))
-
-    def forward(made: Array, told: PyTree) -> tuple[Array, PyTree]:
-        y, _, of_layers = stage(read(layers), x)
-        return y, trees.add(told, share_of(of_layers))
-
-    def backward(made: Array, layers: _Kept) -> tuple[Array, _Kept]:
-        (_, minimised), pull = jax.vjp(lambda *by: stage(*by)[:2], read(layers), x)
-        gradients, dx = pull((dy, jnp.ones_like(minimised)))
-        return dx, advanced(layers, updates.layers, gradients)
-
-    def add_head(y: Array, loss: Array, last: _Kept) -> tuple[Array, Array, _Kept]:
-        minimised, pull, reported = jax.vjp(head, read(last), y, has_aux=True)
-        gradients, dy = pull(jnp.ones_like(minimised))
-        return dy, trees.add(loss, share_of(reported)), advanced(last, updates.last, gradients)
-
-    def add_embedding(first: _Kept) -> _Kept:
-        (gradients,) = jax.vjp(embed, read(first))[1](made)
-        return advanced(first, updates.first, gradients)
-
-    x = trees.when(Branch.LOOK_UP, row["looks_up"], lambda x: embed(read(first)), x)
-    made, told = trees.when(Branch.FORWARD, row["op"] == Op.F, forward, jnp.full(x.shape, fill, x.dtype), told)
-    made, layers = trees.when(Branch.BOTH, row["op"] == Op.BW, backward, made, layers)
-    made, loss, last = trees.when(Branch.HEAD, row["is_scored"], add_head, made, loss, last)
-    first = trees.when(Branch.EMBEDDING, row["ends_backward"], add_embedding, first)
-    return x, made, (loss, told, Parts(first, layers, last))
+        return _Kept(*trees.when(Branch.UPDATE, self.row["closes"], apply, part.versions, part.state, sums))
 
 
 def _num_kept(part: _Kept) -> int:

@@ -1,11 +1,13 @@
 """Pipeline parallelism: any schedule, in one loop over its ticks (GPipe, arXiv 1811.06965; 1F1B, arXiv 2006.09503).
 
 Splits: the layers over `pipe`, P stages of C chunks each; every rank of a stage runs the same branch of a tick. What an
-action makes hops to its neighbour by a permute outside of the branches, and lies in a buffer of the schedule's own
-size until it is used; so does what lies between the pieces of a backward pass (see backward.py), and, if asked for,
-what a forward pass keeps for it. Else a backward pass computes its chunk's forward pass again.
+action makes hops to its neighbour by a permute outside of the branches, beside one that does not need it (see hops.py),
+and lies in a buffer of the schedule's own size until it is used; so does what lies between the pieces of a backward
+pass (see backward.py), and, if asked for, what a forward pass keeps for it. Else a backward pass computes its chunk's
+forward pass again.
 Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank, in compute dtype:
-    collective-permute  A per tick and direction, whether the tick sends anything or not
+    collective-permute  A per tick for outputs and for gradients, in a V for each twice, as both go either way; whether
+                        the tick sends anything or not
     all-gather          embedding and head, whose vocabulary is cut over `pipe`, once; their gradients are
                         reduce-scattered, once
     all-reduce          the gradients of the final norm and other vectors, which only the ends of the model have, once
@@ -21,7 +23,7 @@ the stack.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxpar.parallel.pipeline import trees
 from jaxpar.parallel.pipeline.backward import Kept, WeightsApart
+from jaxpar.parallel.pipeline.hops import Hops
 from jaxpar.parallel.pipeline.program import Branch, Buffer, Program
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
@@ -81,57 +84,73 @@ def run(
     reported = jax.eval_shape(functions.head, ends, activation, microbatch=first)[1]
     told = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((schedule.num_chunks, *leaf.shape), leaf.dtype), chunk.told)
 
-    def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
-        buffers, sums = carry
-        row = jax.tree.map(lambda column: column[stage], rows["own"])
-        act = _act_on_spread_ends if functions.are_ends_spread else _act_on_ends
-        x, made, buffers, sums = act(functions, chunk, ends, layers, batch, fill, row, rows["ends"], buffers, sums)
-        arrived = {shift: lax.ppermute(made, AXIS, pairs) for shift, pairs in program.hops.items()}
-        buffers = dict(buffers, inputs=trees.put(buffers["inputs"], x, row["looked_up"]))
-        for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
-            buffers[name] = trees.put(buffers[name], arrived.get(shift, made), slot)
-        return (buffers, sums), None
+    hops = Hops(program, AXIS)
 
-    def slots(name: Buffer, of: PyTree, spare: int = 0) -> PyTree:
-        count = program.num_slots[name] + spare
+    def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
+        mail, state = carry
+        row = jax.tree.map(lambda column: column[stage], rows["own"])
+        microbatch = trees.at(batch, row["microbatch"])
+        if functions.are_ends_spread:
+            at_ends = _spread_ends(functions, ends, batch, row, rows["ends"])
+        else:
+            at_ends = _own_ends(functions, ends, microbatch, row)
+        own = _Stage(functions, chunk, layers, microbatch, fill, row)
+
+        def forward(inputs: Array, state: _State) -> tuple[Array, Array, _State]:
+            x = at_ends.look_up(trees.at(inputs, row["slots"]["inputs"]))
+            y, told, residuals = own.forward(x, state.told, state.residuals)
+            y, loss, by_ends = at_ends.score(y, state.loss, state.by_ends)
+            return x, y, state._replace(loss=loss, told=told, residuals=residuals, by_ends=by_ends)
+
+        def backward(x: Array, gradients: Array, state: _State) -> tuple[Array, _State]:
+            dx, deferred, by_layers = own.backward(x, gradients, state.residuals, state.deferred, state.by_layers)
+            return dx, state._replace(deferred=deferred, by_layers=by_layers)
+
+        def end(dx: Array, state: _State) -> _State:
+            return state._replace(by_ends=at_ends.pull_back(dx, state.by_ends))
+
+        return hops.tick(row, mail, state, forward, backward, end), None
+
+    def slots(name: Buffer, of: PyTree) -> PyTree:
+        count = program.num_slots[name]
         return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), of)
 
-    buffers = {
-        # Something arrives in every tick; what nobody reads goes to a spare slot.
-        "inputs": slots("inputs", activation, spare=1),
-        "gradients": slots("gradients", activation, spare=1),
-        "residuals": slots("residuals", chunk.residuals),
-        "deferred": slots("deferred", chunk.operands),
-    }
-    sums = trees.zeros((reported, told, ends, layers))
-    (_, (loss, told, by_ends, by_layers)), _ = lax.scan(tick, (buffers, sums), program.rows())
-    told, by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), (told, by_layers))
-    return lax.psum(loss, AXIS), told, by_ends, by_layers
+    kept = slots("residuals", chunk.residuals), slots("deferred", chunk.operands)
+    state = _State(*kept, *trees.zeros((reported, told, ends, layers)))
+    (_, state), _ = lax.scan(tick, (hops.none(activation, fill), state), program.rows())
+    told, by_layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), (state.told, state.by_layers))
+    return lax.psum(state.loss, AXIS), told, state.by_ends, by_layers
 
 
-Sums = tuple[Array, PyTree, PyTree, PyTree]
-"""What is reported; what layers told; gradients by ends; by layers."""
-
-
-def _act_on_ends(
-    functions: Functions,
-    chunk: "_Chunk",
-    ends: PyTree,
-    layers: PyTree,
-    batch: PyTree,
-    fill: float,
-    row: dict[str, Any],
-    _: dict[str, Any],
-    buffers: dict[str, PyTree],
-    sums: Sums,
-) -> tuple[Array, Array, dict[str, PyTree], Sums]:
-    """A stage's tick: (its input, what it sends on, buffers, sums); the first stage looks up, the last one does the
-    head's work with its last layers'.
+class _State(NamedTuple):
+    """What a stage keeps, and sums up.
 
     Sums pass through conditionals of two branches, the first of which leaves them alone (see trees.when): those XLA
     updates in place, where it copies what passes through a switch, in every branch.
     """
-    microbatch = trees.at(batch, row["microbatch"])
+
+    residuals: PyTree
+    deferred: PyTree
+    loss: Array
+    """What is reported."""
+    told: PyTree
+    by_ends: PyTree
+    by_layers: PyTree
+
+
+class _Ends(NamedTuple):
+    """What a tick does at the model's ends, if anything."""
+
+    look_up: Callable[[Array], Array]
+    """(input) -> it, or the embeddings"""
+    score: Callable[[Array, Array, PyTree], tuple[Array, Array, PyTree]]
+    """(output, loss, gradients by ends) -> (the output, or its gradient; both)"""
+    pull_back: Callable[[Array, PyTree], PyTree]
+    """(gradient by the input, gradients by ends) -> these"""
+
+
+def _own_ends(functions: Functions, ends: PyTree, microbatch: PyTree, row: dict[str, Any]) -> _Ends:
+    """The first stage looks up, the last one does the head's work with its last layers'."""
     embed, head = partial(functions.embed, microbatch=microbatch), partial(functions.head, microbatch=microbatch)
 
     def add_head(y: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
@@ -139,33 +158,22 @@ def _act_on_ends(
         of_ends, dy = pull(jnp.ones_like(minimised))
         return dy, loss + reported.astype(loss.dtype), trees.add(by_ends, of_ends)
 
-    def add_embedding(by_ends: PyTree) -> PyTree:
-        return trees.add(by_ends, jax.vjp(embed, ends)[1](made)[0])
+    def look_up(x: Array) -> Array:
+        return trees.when(Branch.LOOK_UP, row["looks_up"], lambda x: embed(ends), x)
 
-    x = trees.at(buffers["inputs"], row["slots"]["inputs"])
-    x = trees.when(Branch.LOOK_UP, row["looks_up"], lambda x: embed(ends), x)
-    made, buffers, (loss, told, by_ends, by_layers) = _act(
-        functions, chunk, layers, microbatch, fill, row, x, buffers, sums
-    )
-    made, loss, by_ends = trees.when(Branch.HEAD, row["is_scored"], add_head, made, loss, by_ends)
-    by_ends = trees.when(Branch.EMBEDDING, row["ends_backward"], add_embedding, by_ends)
-    return x, made, buffers, (loss, told, by_ends, by_layers)
+    def pull_back(dx: Array, by_ends: PyTree) -> PyTree:
+        def add_embedding(by_ends: PyTree) -> PyTree:
+            return trees.add(by_ends, jax.vjp(embed, ends)[1](dx)[0])
+
+        return trees.when(Branch.EMBEDDING, row["ends_backward"], add_embedding, by_ends)
+
+    return _Ends(look_up, partial(trees.when, Branch.HEAD, row["is_scored"], add_head), pull_back)
 
 
-def _act_on_spread_ends(
-    functions: Functions,
-    chunk: "_Chunk",
-    ends: PyTree,
-    layers: PyTree,
-    batch: PyTree,
-    fill: float,
-    row: dict[str, Any],
-    shared: dict[str, Any],
-    buffers: dict[str, PyTree],
-    sums: Sums,
-) -> tuple[Array, Array, dict[str, PyTree], Sums]:
-    """Likewise, where all stages look up and score together what one of them is at: a branch that all take alike."""
-    microbatch = trees.at(batch, row["microbatch"])
+def _spread_ends(
+    functions: Functions, ends: PyTree, batch: PyTree, row: dict[str, Any], shared: dict[str, Any]
+) -> _Ends:
+    """All stages look up and score together what one of them is at: a branch that all take alike."""
 
     def of_all(value: Array, mine: Array) -> Array:
         return lax.psum(jnp.where(mine, value, jnp.zeros((), value.dtype)), AXIS)
@@ -173,84 +181,95 @@ def _act_on_spread_ends(
     def at(function: Callable, event: str) -> Callable:
         return partial(function, microbatch=trees.at(batch, shared[event]["microbatch"]))
 
-    def add_head(made: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
+    def add_head(y: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
         mine = row["is_scored"]
-        minimised, pull, reported = jax.vjp(at(functions.head, "is_scored"), ends, of_all(made, mine), has_aux=True)
+        minimised, pull, reported = jax.vjp(at(functions.head, "is_scored"), ends, of_all(y, mine), has_aux=True)
         of_ends, dy = pull(jnp.ones_like(minimised))
         reported = jnp.where(mine, reported, jnp.zeros((), reported.dtype)).astype(loss.dtype)
-        return jnp.where(mine, lax.psum(dy, AXIS), made), loss + reported, trees.add(by_ends, of_ends)
-
-    def add_embedding(by_ends: PyTree) -> PyTree:
-        pull = jax.vjp(at(functions.embed, "ends_backward"), ends)[1]
-        return trees.add(by_ends, pull(of_all(made, row["ends_backward"]))[0])
+        return jnp.where(mine, lax.psum(dy, AXIS), y), loss + reported, trees.add(by_ends, of_ends)
 
     def look_up(x: Array) -> Array:
-        return jnp.where(row["looks_up"], at(functions.embed, "looks_up")(ends), x)
+        def embedded(x: Array) -> Array:
+            return jnp.where(row["looks_up"], at(functions.embed, "looks_up")(ends), x)
 
-    x = trees.when(
-        Branch.LOOK_UP, shared["looks_up"]["happens"], look_up, trees.at(buffers["inputs"], row["slots"]["inputs"])
-    )
-    made, buffers, (loss, told, by_ends, by_layers) = _act(
-        functions, chunk, layers, microbatch, fill, row, x, buffers, sums
-    )
-    made, loss, by_ends = trees.when(Branch.HEAD, shared["is_scored"]["happens"], add_head, made, loss, by_ends)
-    by_ends = trees.when(Branch.EMBEDDING, shared["ends_backward"]["happens"], add_embedding, by_ends)
-    return x, made, buffers, (loss, told, by_ends, by_layers)
+        return trees.when(Branch.LOOK_UP, shared["looks_up"]["happens"], embedded, x)
+
+    def pull_back(dx: Array, by_ends: PyTree) -> PyTree:
+        def add_embedding(by_ends: PyTree) -> PyTree:
+            pull = jax.vjp(at(functions.embed, "ends_backward"), ends)[1]
+            return trees.add(by_ends, pull(of_all(dx, row["ends_backward"]))[0])
+
+        return trees.when(Branch.EMBEDDING, shared["ends_backward"]["happens"], add_embedding, by_ends)
+
+    return _Ends(look_up, partial(trees.when, Branch.HEAD, shared["is_scored"]["happens"], add_head), pull_back)
 
 
-def _act(
-    functions: Functions,
-    chunk: "_Chunk",
-    layers: PyTree,
-    microbatch: PyTree,
-    fill: float,
-    row: dict[str, Any],
-    x: Array,
-    buffers: dict[str, PyTree],
-    sums: Sums,
-) -> tuple[Array, dict[str, PyTree], Sums]:
-    """What a stage's layers do in a tick: (what they make, buffers, sums)."""
-    loss, told, by_ends, by_layers = sums
-    structure = jax.tree.structure(by_layers)
-    totals = dict(enumerate(jax.tree.leaves(by_layers)))
-    residuals, deferred = buffers["residuals"], buffers["deferred"]
-    place = row["slots"]
+@dataclass(frozen=True)
+class _Stage:
+    """What a stage's layers do in a tick, if anything; what they make is `fill` else."""
 
-    def own() -> tuple[PyTree, PyTree, Array]:
-        return trees.at(layers, row["chunk"]), microbatch, row["part"]
+    functions: Functions
+    chunk: "_Chunk"
+    layers: PyTree
+    microbatch: PyTree
+    fill: float
+    row: dict[str, Any]
 
-    def forward(made: Array, told: PyTree, residuals: PyTree) -> tuple[Array, PyTree, PyTree]:
-        made, of_layers, kept = chunk.forward(*own(), x)
-        return made, trees.add_at(told, of_layers, row["chunk"]), trees.put(residuals, kept, place["residuals"])
+    def forward(self, x: Array, told: PyTree, residuals: PyTree) -> tuple[Array, PyTree, PyTree]:
+        """(output, what layers told, what is kept for backward passes)"""
+        number = self.row["chunk"]
 
-    def backward(together: bool) -> tuple[Array, dict[int, Array], PyTree]:
-        dy, kept = trees.at(buffers["gradients"], place["gradients"]), trees.at(residuals, place["residuals"])
-        return chunk.backward(*own(), x, dy, kept, together)
+        def change(_: Array, told: PyTree, residuals: PyTree) -> tuple[Array, PyTree, PyTree]:
+            y, of_layers, kept = self.chunk.forward(*self._own(), x)
+            return y, trees.add_at(told, of_layers, number), trees.put(residuals, kept, self._slot("residuals"))
 
-    def of_both(made: Array, totals: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
-        made, gradients, operands = backward(together=True)
-        return made, trees.add_at(totals, {**gradients, **functions.summed(chunk.of_weights(operands))}, row["chunk"])
+        return trees.when(Branch.FORWARD, self.row["op"] == Op.F, change, self._nothing(x), told, residuals)
 
-    def of_input(made: Array, others: dict[int, Array], deferred: PyTree) -> tuple[Array, dict[int, Array], PyTree]:
-        made, gradients, operands = backward(together=False)
-        return made, trees.add_at(others, gradients, row["chunk"]), trees.put(deferred, operands, place["deferred"])
+    def backward(
+        self, x: Array, gradients: Array, residuals: PyTree, deferred: PyTree, by_layers: PyTree
+    ) -> tuple[Array, PyTree, PyTree]:
+        """(gradient by the input, what weight gradients wait for, gradients by layers)"""
+        op, ops, number = self.row["op"], self.chunk.ops, self.row["chunk"]
+        structure = jax.tree.structure(by_layers)
+        totals = dict(enumerate(jax.tree.leaves(by_layers)))
 
-    def of_weights(weights: dict[int, Array]) -> dict[int, Array]:
-        gradients = functions.summed(chunk.of_weights(trees.at(deferred, place["deferred"])))
-        return trees.add_at(weights, gradients, row["chunk"])
+        def backward(together: bool) -> tuple[Array, dict[int, Array], PyTree]:
+            dy, kept = trees.at(gradients, self._slot("gradients")), trees.at(residuals, self._slot("residuals"))
+            return self.chunk.backward(*self._own(), x, dy, kept, together)
 
-    made = jnp.full(x.shape, fill, x.dtype)
-    made, told, residuals = trees.when(Branch.FORWARD, row["op"] == Op.F, forward, made, told, residuals)
-    if Op.BW in chunk.ops:
-        made, totals = trees.when(Branch.BOTH, row["op"] == Op.BW, of_both, made, totals)
-    if Op.B in chunk.ops:
-        weights = {number: totals[number] for number in chunk.operands}
-        others = {number: total for number, total in totals.items() if number not in weights}
-        made, others, deferred = trees.when(Branch.INPUT, row["op"] == Op.B, of_input, made, others, deferred)
-        weights = trees.when(Branch.WEIGHTS, row["op"] == Op.W, of_weights, weights)
-        totals = {**weights, **others}
-    by_layers = jax.tree.unflatten(structure, [totals[number] for number in range(len(totals))])
-    return made, dict(buffers, residuals=residuals, deferred=deferred), (loss, told, by_ends, by_layers)
+        def of_both(_: Array, totals: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
+            dx, gradients, operands = backward(together=True)
+            return dx, trees.add_at(totals, {**gradients, **self._of_weights(operands)}, number)
+
+        def of_input(_: Array, others: dict[int, Array], deferred: PyTree) -> tuple[Array, dict[int, Array], PyTree]:
+            dx, gradients, operands = backward(together=False)
+            return dx, trees.add_at(others, gradients, number), trees.put(deferred, operands, self._slot("deferred"))
+
+        def of_weights(weights: dict[int, Array]) -> dict[int, Array]:
+            return trees.add_at(weights, self._of_weights(trees.at(deferred, self._slot("deferred"))), number)
+
+        dx = self._nothing(x)
+        if Op.BW in ops:
+            dx, totals = trees.when(Branch.BOTH, op == Op.BW, of_both, dx, totals)
+        if Op.B in ops:
+            weights = {leaf: totals[leaf] for leaf in self.chunk.operands}
+            others = {leaf: total for leaf, total in totals.items() if leaf not in weights}
+            dx, others, deferred = trees.when(Branch.INPUT, op == Op.B, of_input, dx, others, deferred)
+            weights = trees.when(Branch.WEIGHTS, op == Op.W, of_weights, weights)
+            totals = {**weights, **others}
+        return dx, deferred, jax.tree.unflatten(structure, [totals[leaf] for leaf in range(len(totals))])
+
+    def _own(self) -> tuple[PyTree, PyTree, Array]:
+        return trees.at(self.layers, self.row["chunk"]), self.microbatch, self.row["part"]
+
+    def _slot(self, buffer: Buffer) -> Array:
+        return self.row["slots"][buffer]
+
+    def _nothing(self, x: Array) -> Array:
+        return jnp.full(x.shape, self.fill, x.dtype)
+
+    def _of_weights(self, operands: PyTree | None) -> dict[int, Array]:
+        return self.functions.summed(self.chunk.of_weights(operands))
 
 
 @dataclass(frozen=True)

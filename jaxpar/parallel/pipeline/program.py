@@ -1,7 +1,7 @@
 """A schedule as numbers for a loop over ticks: tick x stage -> operation, microbatch, chunk, token slice, and slots."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxpar.parallel.pipeline.schedule import Action, Op, Schedule, Task
-from jaxpar.parallel.pipeline.validate import Lease, assign_slots
+from jaxpar.parallel.pipeline.validate import Lease, Slots, assign_slots
 
 Buffer = Literal["inputs", "gradients", "residuals", "deferred"]
 Table = Int[np.ndarray, "T P"]
@@ -32,10 +32,19 @@ class Branch(StrEnum):
     UPDATE = "pipe_update"
 
 
-class Arrival(NamedTuple):
-    """What comes from the stage so many places before (around the ring), into a buffer."""
+Pass = Literal["forward", "backward"]
 
+
+class Hop(NamedTuple):
+    """The way of what a pass makes to the stage so many places on (around the ring); 0: it stays. The last part's
+    forward pass makes the gradient of its own output."""
+
+    made_by: Pass
     shift: int
+
+
+class Arrival(NamedTuple):
+    hop: Hop
     buffer: Buffer
 
 
@@ -57,9 +66,11 @@ class Program:
     looked_up: Table
     """The slot in which the first part keeps its own input."""
     arrivals: Mapping[Arrival, Table]
-    """The slot in which to put, at the end of a tick, what was sent in it."""
-    hops: Mapping[int, tuple[tuple[int, int], ...]]
-    """The pairs of stages (from, to) that are so many places apart, other than 0, and send."""
+    """The slot in which to put, in a tick, what arrives in it."""
+    hops: Mapping[Hop, tuple[tuple[int, int], ...]]
+    """The pairs of stages (from, to) that send."""
+    patient: frozenset[Pass]
+    """Those whose results nobody needs in the next tick already, but what a forward pass leaves at home."""
     num_slots: Mapping[Buffer, int]
     num_parts: int
 
@@ -82,6 +93,19 @@ class Program:
             for name, event in events.items()
         }
         return jax.tree.map(jnp.asarray, {"own": own, "ends": ends})
+
+    @property
+    def permutes(self) -> int:
+        """Of one activation, in all ticks."""
+        return len(self.op) * sum(hop.shift > 0 for hop in self.hops)
+
+    def is_late(self, hop: Hop) -> bool:
+        """Whether what a tick makes is under way in the next tick, from its beginning on, and not in its own."""
+        return _is_late(hop, self.patient)
+
+    def is_urgent(self, hop: Hop) -> bool:
+        """Whether it arrives before a tick's backward pass, and not at the tick's end."""
+        return hop.made_by == "backward" and hop.made_by not in self.patient
 
     @property
     def _events(self) -> dict[str, Table]:
@@ -118,8 +142,6 @@ class Program:
         op, parts, microbatch, chunk, piece = (np.zeros(shape, np.int32) for _ in range(5))
         used: dict[Buffer, Table] = {buffer: unused(buffer) for buffer in get_args(Buffer)}
         looked_up = unused("inputs")
-        arrivals: dict[Arrival, Table] = {}
-        hops: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
 
         for tick, stage, action in schedule.actions():
             at, part = (tick, stage), schedule.part(stage, action.chunk)
@@ -134,14 +156,19 @@ class Program:
                 used["gradients"][at] = slots.gradients[backward].slot
             if weights in slots.deferred:
                 used["deferred"][at] = slots.deferred[weights].slot
-            if sent := _sent(action, part, schedule.num_parts):
-                buffer, task = sent
-                leases: dict[Task, Lease] = getattr(slots, buffer)
-                to = leases[task]
-                shift = (to.stage - stage) % schedule.num_stages
-                arrivals.setdefault(Arrival(shift, buffer), unused(buffer))[tick, to.stage] = to.slot
-                if shift:
-                    hops[shift].add((stage, to.stage))
+        messages = list(_messages(schedule, slots))
+        impatient = {
+            each.hop.made_by
+            for each in messages
+            if each.used == each.made + 1 and (each.hop.shift or each.hop.made_by == "backward")
+        }
+        patient = frozenset(get_args(Pass)) - impatient
+        arrivals: dict[Arrival, Table] = {}
+        hops: defaultdict[Hop, set[tuple[int, int]]] = defaultdict(set)
+        for each in messages:
+            slots_of = arrivals.setdefault(Arrival(each.hop, each.buffer), unused(each.buffer))
+            slots_of[each.made + _is_late(each.hop, patient), each.to.stage] = each.to.slot
+            hops[each.hop].add((each.source, each.to.stage))
         return cls(
             frozenset({Op.NOP, *(action.op for _, _, action in schedule.actions())}),
             op,
@@ -152,13 +179,41 @@ class Program:
             used,
             looked_up,
             arrivals,
-            {shift: tuple(sorted(pairs)) for shift, pairs in sorted(hops.items())},
+            {hop: tuple(sorted(pairs)) for hop, pairs in sorted(hops.items())},
+            patient,
             num_slots,
             schedule.num_parts,
         )
 
 
-def _sent(action: Action, part: int, num_parts: int) -> tuple[Buffer, Task] | None:
+class _Message(NamedTuple):
+    hop: Hop
+    buffer: Buffer
+    made: int
+    """In which tick."""
+    used: int
+    """In which tick first."""
+    source: int
+    """The stage that sends."""
+    to: Lease
+
+
+def _is_late(hop: Hop, patient: frozenset[Pass]) -> bool:
+    return hop.made_by == "backward" or (hop.shift > 0 and hop.made_by in patient)
+
+
+def _messages(schedule: Schedule, slots: Slots) -> Iterator[_Message]:
+    for tick, stage, action in schedule.actions():
+        part = schedule.part(stage, action.chunk)
+        if waiting := _waiting(action, part, schedule.num_parts):
+            buffer, task = waiting
+            leases: dict[Task, Lease] = getattr(slots, buffer)
+            to = leases[task]
+            hop = Hop("forward" if action.op is Op.F else "backward", (to.stage - stage) % schedule.num_stages)
+            yield _Message(hop, buffer, tick, schedule.tick_of[task], stage, to)
+
+
+def _waiting(action: Action, part: int, num_parts: int) -> tuple[Buffer, Task] | None:
     """Who waits for what an action makes: the last part's forward pass makes the gradient of its own output."""
     if action.op is Op.F:
         if part < num_parts - 1:

@@ -7,7 +7,7 @@ A stage keeps the keys and values of each slice. A backward pass computes its sl
 gradients up; an earlier slice's backward pass takes them as those of the keys and values that it made.
 Slices may be of any lengths, which the program knows: a stage branches on a slice's number and does its own work alone.
 Collectives per step, in bytes of one microbatch's activation A = B x S x D of a rank and the longest slice's share s:
-    collective-permute  s A per tick and direction, whether the tick sends anything or not
+    collective-permute  2 s A per tick, for outputs and gradients, whether the tick sends anything or not
     all-reduce          the gradients of embedding, final norm and head, once
     those of FSDP and the others: once in each action, that is, weights are gathered per slice
 Memory: as GPipe's, every microbatch's inputs and, beside them, keys and values.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxpar.parallel.pipeline import trees
 from jaxpar.parallel.pipeline.executor import AXIS
+from jaxpar.parallel.pipeline.hops import Hops
 from jaxpar.parallel.pipeline.program import Branch, Program
 from jaxpar.parallel.pipeline.schedule import Op, Schedule
 
@@ -68,37 +69,36 @@ def run(
     )
     reported = jax.eval_shape(functions.head, ends, activation, **of_longest)[1]
 
+    hops = Hops(program, AXIS)
+
     def tick(carry: PyTree, rows: PyTree) -> tuple[PyTree, None]:
-        buffers, kept, owed, sums = carry
+        mail, state = carry
         row = jax.tree.map(lambda column: column[stage], rows)
-        x, dy = (trees.at(buffers[name], row["slots"][name]) for name in ("inputs", "gradients"))
-        microbatch = trees.at(batch, row["microbatch"])
-        x, sent, kept, owed, sums = _act(cuts, functions, ends, layers, row, microbatch, x, dy, kept, owed, sums)
-        arrived = {shift: lax.ppermute(sent, AXIS, pairs) for shift, pairs in program.hops.items()}
-        buffers = dict(buffers, inputs=trees.put(buffers["inputs"], x, row["looked_up"]))
-        for (shift, name), slot in zip(program.arrivals, row["arrivals"]):
-            buffers[name] = trees.put(buffers[name], arrived.get(shift, sent), slot)
-        return (buffers, kept, owed, sums), None
+        own = _Stage(cuts, functions, ends, layers, row, trees.at(batch, row["microbatch"]))
+        return hops.tick(row, mail, state, own.forward, own.backward, own.end), None
 
     def empty(count: int, like: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), like)
 
-    buffers = {name: empty(count + 1, activation) for name, count in program.num_slots.items()}
-    rows = {
-        "op": program.op,
-        "part": program.part,
-        "is_last": program.part == schedule.num_parts - 1,
-        "microbatch": program.microbatch,
-        "piece": program.piece,
-        "slots": dict(program.slots),
-        "looked_up": program.looked_up,
-        "arrivals": tuple(program.arrivals.values()),
-    }
     kept = empty(schedule.num_microbatches * schedule.num_slices, made)
     owed = empty(schedule.num_slices, jax.eval_shape(trees.zeros, made))
-    start = buffers, kept, owed, tuple(map(trees.zeros, (reported, told, ends, layers)))
-    (*_, (loss, *sums)), _ = lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))
-    return lax.psum(loss, AXIS), *sums
+    state = _State(kept, owed, *map(trees.zeros, (reported, told, ends, layers)))
+    rows = {**program.rows()["own"], "piece": jnp.asarray(program.piece)}
+    (_, state), _ = lax.scan(tick, (hops.none(activation, fill), state), rows)
+    return lax.psum(state.loss, AXIS), state.told, state.by_ends, state.by_layers
+
+
+class _State(NamedTuple):
+    """What a stage keeps, and sums up. What is large passes through conditionals of two branches, see trees.when."""
+
+    kept: PyTree
+    """What all slices made."""
+    owed: PyTree
+    """The gradients by what the slices of one microbatch made."""
+    loss: Array
+    told: PyTree
+    by_ends: PyTree
+    by_layers: PyTree
 
 
 @dataclass(frozen=True)
@@ -158,83 +158,104 @@ _TOKENS = 2
 """The dim of tokens in what a stage makes: [layers, B, s, ...]."""
 
 
-def _act(
-    cuts: _Cuts,
-    functions: Functions,
-    ends: PyTree,
-    layers: PyTree,
-    row: dict[str, Any],
-    microbatch: PyTree,
-    x: Array,
-    dy: Array,
-    kept: PyTree,
-    owed: PyTree,
-    sums: tuple[Array, PyTree, PyTree, PyTree],
-) -> tuple[Array, Array, PyTree, PyTree, tuple[Array, PyTree, PyTree, PyTree]]:
-    """A stage's tick: (its input, what it sends on, `kept`, what all slices made; `owed`, the gradients by what the
-    slices of one microbatch made; sums). What is large passes through conditionals of two branches, see trees.when."""
-    loss, told, by_ends, by_layers = sums
-    num_slices = len(cuts.lengths)
-    is_forward, is_backward = row["op"] == Op.F, row["op"] == Op.BW
-    first = row["microbatch"] * num_slices
+@dataclass(frozen=True)
+class _Stage:
+    """What a stage does in a tick, if anything; what it makes is `fill` else."""
 
-    def by_slice(function: Callable, *operands: PyTree) -> PyTree:
-        return lax.switch(row["piece"], [partial(function, number) for number in range(num_slices)], *operands)
+    cuts: _Cuts
+    functions: Functions
+    ends: PyTree
+    layers: PyTree
+    row: dict[str, Any]
+    microbatch: PyTree
 
-    def embed(number: int, ends: PyTree) -> Array:
-        return cuts.placed(number, functions.embed(ends, microbatch=cuts.own(number, microbatch)), 1)
+    def forward(self, inputs: Array, state: _State) -> tuple[Array, Array, _State]:
+        cuts, row = self.cuts, self.row
 
-    def stage(number: int, layers: PyTree, x: Array, before: PyTree) -> tuple[PyTree, PyTree]:
-        tokens, earlier = cuts.own(number, microbatch), cuts.earlier(number, microbatch)
-        y, made, minimised, told = functions.stage(
-            layers, x, before, microbatch=tokens, earlier=earlier, part=row["part"]
+        def of_slice(number: int, x: Array, kept: PyTree) -> tuple[Array, PyTree, PyTree]:
+            before = cuts.joined(number, kept, self._first_place)
+            (y, made, _), told = self._layers(number, self.layers, cuts.taken(number, x, 1), before)
+            return cuts.placed(number, y, 1), jax.tree.map(partial(cuts.placed, number, dim=_TOKENS), made), told
+
+        def head(number: int, y: Array) -> tuple[Array, Array, PyTree]:
+            function = partial(self.functions.head, microbatch=cuts.own(number, self.microbatch))
+            minimised, pull, reported = jax.vjp(function, self.ends, cuts.taken(number, y, 1), has_aux=True)
+            of_ends, dy = pull(jnp.ones_like(minimised))
+            return cuts.placed(number, dy, 1), reported, of_ends
+
+        def change(_: Array, kept: PyTree, told: PyTree) -> tuple[Array, PyTree, PyTree]:
+            y, made, of_layers = self._by_slice(of_slice, x, kept)
+            return y, trees.put(kept, made, self._first_place + row["piece"]), trees.add(told, of_layers)
+
+        def add_head(y: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
+            dy, reported, of_ends = self._by_slice(head, y)
+            return dy, trees.add(loss, reported), trees.add(by_ends, of_ends)
+
+        def look_up(x: Array) -> Array:
+            return self._by_slice(lambda number: self._embed(number, self.ends))
+
+        x = trees.at(inputs, row["slots"]["inputs"])
+        x = trees.when(Branch.LOOK_UP, row["looks_up"], look_up, x)
+        y, kept, told = trees.when(Branch.FORWARD, row["op"] == Op.F, change, self._nothing(x), state.kept, state.told)
+        y, loss, by_ends = trees.when(Branch.HEAD, row["is_scored"], add_head, y, state.loss, state.by_ends)
+        return x, y, state._replace(kept=kept, loss=loss, told=told, by_ends=by_ends)
+
+    def backward(self, x: Array, gradients: Array, state: _State) -> tuple[Array, _State]:
+        cuts, row, last = self.cuts, self.row, len(self.cuts.lengths) - 1
+
+        def of_slice(number: int, x: Array, dy: Array, kept: PyTree, owed: PyTree) -> tuple[Array, PyTree, PyTree]:
+            inputs = self.layers, cuts.taken(number, x, 1), cuts.joined(number, kept, self._first_place)
+            (_, made, minimised), pull, _ = jax.vjp(partial(self._layers, number), *inputs, has_aux=True)
+            if number == last:
+                of_made = jax.tree.map(jnp.zeros_like, made)
+            else:
+                taken = jax.tree.map(partial(cuts.taken, number, dim=_TOKENS), trees.at(owed, number))
+                of_made = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), taken, made)
+            by_own, dx, of_before = pull((cuts.taken(number, dy, 1), of_made, jnp.ones_like(minimised)))
+            return cuts.placed(number, dx, 1), by_own, cuts.parted(number, of_before, owed)
+
+        def change(_: Array, owed: PyTree, by_layers: PyTree) -> tuple[Array, PyTree, PyTree]:
+            dy = trees.at(gradients, row["slots"]["gradients"])
+            dx, by_own, of_before = self._by_slice(of_slice, x, dy, state.kept, owed)
+            # A microbatch's last slice is the first to come back.
+            owed = jax.tree.map(lambda total: jnp.where(row["piece"] == last, jnp.zeros_like(total), total), owed)
+            return dx, trees.add(owed, of_before), trees.add(by_layers, by_own)
+
+        dx, owed, by_layers = trees.when(
+            Branch.BOTH, row["op"] == Op.BW, change, self._nothing(x), state.owed, state.by_layers
+        )
+        return dx, state._replace(owed=owed, by_layers=by_layers)
+
+    def end(self, dx: Array, state: _State) -> _State:
+        def add_embedding(by_ends: PyTree) -> PyTree:
+            def of_slice(number: int) -> PyTree:
+                return jax.vjp(partial(self._embed, number), self.ends)[1](dx)[0]
+
+            return trees.add(by_ends, self._by_slice(of_slice))
+
+        by_ends = trees.when(Branch.EMBEDDING, self.row["ends_backward"], add_embedding, state.by_ends)
+        return state._replace(by_ends=by_ends)
+
+    @property
+    def _first_place(self) -> Array:
+        """In `kept`, of the microbatch's first slice."""
+        return self.row["microbatch"] * len(self.cuts.lengths)
+
+    def _by_slice(self, function: Callable, *operands: PyTree) -> PyTree:
+        branches = [partial(function, number) for number in range(len(self.cuts.lengths))]
+        return lax.switch(self.row["piece"], branches, *operands)
+
+    def _embed(self, number: int, ends: PyTree) -> Array:
+        return self.cuts.placed(
+            number, self.functions.embed(ends, microbatch=self.cuts.own(number, self.microbatch)), 1
+        )
+
+    def _layers(self, number: int, layers: PyTree, x: Array, before: PyTree) -> tuple[PyTree, PyTree]:
+        tokens, earlier = self.cuts.own(number, self.microbatch), self.cuts.earlier(number, self.microbatch)
+        y, made, minimised, told = self.functions.stage(
+            layers, x, before, microbatch=tokens, earlier=earlier, part=self.row["part"]
         )
         return (y, made, minimised), told
 
-    def forward(number: int, x: Array, kept: PyTree) -> tuple[Array, PyTree, PyTree]:
-        (y, made, _), told = stage(number, layers, cuts.taken(number, x, 1), cuts.joined(number, kept, first))
-        return cuts.placed(number, y, 1), jax.tree.map(partial(cuts.placed, number, dim=_TOKENS), made), told
-
-    def backward(number: int, x: Array, dy: Array, kept: PyTree, owed: PyTree) -> tuple[Array, PyTree, PyTree]:
-        inputs = layers, cuts.taken(number, x, 1), cuts.joined(number, kept, first)
-        (_, made, minimised), pull, _ = jax.vjp(partial(stage, number), *inputs, has_aux=True)
-        if number == num_slices - 1:
-            of_made = jax.tree.map(jnp.zeros_like, made)
-        else:
-            taken = jax.tree.map(partial(cuts.taken, number, dim=_TOKENS), trees.at(owed, number))
-            of_made = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), taken, made)
-        by_own, dx, of_before = pull((cuts.taken(number, dy, 1), of_made, jnp.ones_like(minimised)))
-        return cuts.placed(number, dx, 1), by_own, cuts.parted(number, of_before, owed)
-
-    def head(number: int, y: Array) -> tuple[Array, Array, PyTree]:
-        function = partial(functions.head, microbatch=cuts.own(number, microbatch))
-        minimised, pull, reported = jax.vjp(function, ends, cuts.taken(number, y, 1), has_aux=True)
-        of_ends, dy = pull(jnp.ones_like(minimised))
-        return cuts.placed(number, dy, 1), reported, of_ends
-
-    def go_forward(_: Array, kept: PyTree, told: PyTree) -> tuple[Array, PyTree, PyTree]:
-        sent, made, of_layers = by_slice(forward, x, kept)
-        return sent, trees.put(kept, made, first + row["piece"]), trees.add(told, of_layers)
-
-    def go_backward(_: Array, owed: PyTree, by_layers: PyTree) -> tuple[Array, PyTree, PyTree]:
-        sent, by_own, of_before = by_slice(backward, x, dy, kept, owed)
-        # A microbatch's last slice is the first to come back.
-        owed = jax.tree.map(lambda total: jnp.where(row["piece"] == num_slices - 1, jnp.zeros_like(total), total), owed)
-        return sent, trees.add(owed, of_before), trees.add(by_layers, by_own)
-
-    def add_head(sent: Array, loss: Array, by_ends: PyTree) -> tuple[Array, Array, PyTree]:
-        dy, reported, of_ends = by_slice(head, sent)
-        return dy, trees.add(loss, reported), trees.add(by_ends, of_ends)
-
-    def add_embedding(by_ends: PyTree) -> PyTree:
-        return trees.add(by_ends, by_slice(lambda number: jax.vjp(partial(embed, number), ends)[1](sent)[0]))
-
-    x = trees.when(
-        Branch.LOOK_UP, is_forward & (row["part"] == 0), lambda x: by_slice(lambda number: embed(number, ends)), x
-    )
-    sent = jnp.full(x.shape, cuts.fill, x.dtype)
-    sent, kept, told = trees.when(Branch.FORWARD, is_forward, go_forward, sent, kept, told)
-    sent, owed, by_layers = trees.when(Branch.BOTH, is_backward, go_backward, sent, owed, by_layers)
-    sent, loss, by_ends = trees.when(Branch.HEAD, is_forward & row["is_last"], add_head, sent, loss, by_ends)
-    by_ends = trees.when(Branch.EMBEDDING, is_backward & (row["part"] == 0), add_embedding, by_ends)
-    return x, sent, kept, owed, (loss, told, by_ends, by_layers)
+    def _nothing(self, x: Array) -> Array:
+        return jnp.full(x.shape, self.cuts.fill, x.dtype)
