@@ -100,6 +100,7 @@ def check_each_changes(step: jax.stages.Lowered, options: Options, with_all: str
 def test_resolve_and_back():
     assert resolve("none", "gpu") == {}
     assert resolve("auto", "cpu") == {}
+    assert resolve("auto", "gpu", sends_ragged=True) == {}
     assert resolve("", "gpu") == resolve("auto", "gpu") == {option.name: option.value for option in TABLES["gpu"]}
     text = "none,xla_gpu_enable_pipelined_p2p=true,xla_gpu_all_gather_combine_threshold_bytes=1024"
     options = {"xla_gpu_enable_pipelined_p2p": True, "xla_gpu_all_gather_combine_threshold_bytes": "1024"}
