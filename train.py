@@ -45,7 +45,7 @@ def main(args: list[str]) -> None:
     config = configs.with_mesh(config, mesh.shape)
     model = setup.make_model(config, mesh)
     tx = optimizers.make(config.optimizer, config.run.steps, model.names, config.model.vocab_size)
-    options = compiler_options.resolve(config.run.compiler_options, jax.default_backend())
+    options = compiler_options.resolve(config.run.compiler_options, jax.default_backend(), model.sends_ragged)
     abstract_state(model, tx)  # or ValueError, where an optimizer cannot keep its state so
     trackers = parse_trackers(config.run.trackers)
     profiled = parse_steps(config.run.profile, config.stop_at)

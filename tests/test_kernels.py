@@ -14,6 +14,7 @@ from jaxpar.kernels import cudnn, splash
 from jaxpar.kernels.attention import attention, choose
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.parallel.context.order import in_sequence, permutation
+from jaxpar.parallel.remat import Remat
 
 SHAPES = ((2, 256, 4, 128), (2, 256, 2, 128), (2, 256, 2, 128))
 WHOLE = splash.Queries(np.arange(256))
@@ -97,15 +98,30 @@ def test_splash_compiles_for_tpus(monkeypatch):
     assert gradients(function, device).count("tpu_custom_call") >= 3  # forward, dq, dkv
 
 
-def test_cudnn_compiles_for_gpus(monkeypatch):
-    # What JAX asks of the library that is not here: its version, and the devices that would run it.
+@pytest.fixture
+def no_cudnn_here(monkeypatch):
+    """What JAX asks of the library that is not here: its version, and the devices that would run it."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False)
+
+
+def test_cudnn_compiles_for_gpus(no_cudnn_here):
     text = gradients(
         lambda q, k, v: cudnn.attention(q, k, v, AttentionMask(window=100), 0.1), gpu_devices("h100:1x1")[0]
     )
     assert "__cudnn$fmhaSoftmaxBackward" in text
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("full", 2), ("save=query", 2), ("save=attention", 1)])
+def test_what_cudnn_gave_is_kept_by_name(no_cudnn_here, remat, forwards):
+    def function(q, k, v):
+        return jnp.sum(cudnn.attention(q, k, v, AttentionMask(), 0.1).astype(jnp.float32))
+
+    again = jax.checkpoint(function, policy=Remat.parse(remat, 1).policy(regather=True))
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in SHAPES]
+    text = str(jax.make_jaxpr(jax.grad(again, argnums=(0, 1, 2)))(*arguments))
+    assert text.count("= dot_product_attention_fwd_wrapper[") == forwards
 
 
 DEFAULTS = {

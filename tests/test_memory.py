@@ -1,12 +1,15 @@
 """Predicted memory against the compiler's count, the literature's formulas and what published runs measured."""
 
 import dataclasses
+import math
 from importlib import resources
 from pathlib import Path
 
 import pytest
 from test_traffic import sizes
 
+from jaxpar.audit.compile import compile_step
+from jaxpar.audit.topology import Topology
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.planning.calibration import calibration_table
@@ -16,7 +19,6 @@ from jaxpar.planning.memory import PARTS, memory
 from jaxpar.planning.run_defaults import FRAMEWORKS
 from jaxpar.planning.runs import memory_of_run, predict_run, read_runs
 from jaxpar.planning.shapes import shares
-from jaxpar.verify import compiled_step
 from meshes.chips import chip
 from meshes.clusters import cluster_of, load_cluster
 from models.config import ModelConfig
@@ -25,7 +27,7 @@ from models.presets import preset
 
 GIB = 2**30
 H100S = load_cluster("dgx-h100")
-LLAMA_8B, GPT2_XL = preset("llama3-8b"), preset("gpt2-xl")
+LLAMA_8B, LLAMA_70B, GPT2_XL = preset("llama3-8b"), preset("llama3-70b"), preset("gpt2-xl")
 ONE_B = ModelConfig(
     vocab_size=32768, embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=4, head_dim=128, mlp_dim=5632
 )
@@ -58,14 +60,15 @@ def planned(model: ModelConfig, mesh: dict[str, int], batch_size: int, seq_len: 
 
 
 def compiled(model: ModelConfig, mesh: dict[str, int], batch_size: int, seq_len: int, **parallel) -> int:
+    """As train.py compiles it for H100s."""
     config = Config(
         model=model,
         data=DataConfig(batch_size=batch_size, seq_len=seq_len),
-        parallel=ParallelConfig(**parallel),
+        parallel=ParallelConfig(mesh=",".join(f"{axis}={size}" for axis, size in mesh.items()), **parallel),
         run=RunConfig(precision="bfloat16"),
     )
-    found = compiled_step(config, mesh).memory_analysis()
-    return found.argument_size_in_bytes + found.temp_size_in_bytes
+    topology = Topology.parse(f"h100:{math.prod(mesh.values()) // 8}x8")
+    return compile_step(config, topology, 300, use_cache=False).total
 
 
 def slow(*values):
@@ -79,6 +82,11 @@ def slow(*values):
         (ONE_B, sizes(data=4, tensor=2), 8, 4096, {"remat": "none"}),
         slow(LLAMA_8B, sizes(fsdp=8), 8, 4096, {"remat": "none"}),
         slow(LLAMA_8B, sizes(fsdp=64), 128, 8192, {}),
+        slow(LLAMA_8B, sizes(fsdp=256), 256, 8192, {}),
+        slow(LLAMA_8B, sizes(fsdp=16, context=16), 16, 131072, {}),
+        slow(LLAMA_8B, sizes(fsdp=16, context=8), 16, 65536, {"context_strategy": "ulysses"}),
+        slow(LLAMA_70B, sizes(fsdp=32, tensor=8), 32, 8192, {}),
+        slow(preset("llama2-13b"), sizes(fsdp=64), 64, 4096, {}),
         slow(LLAMA_8B, sizes(fsdp=8), 32, 4096, {"grad_accumulation": 4}),
         slow(LLAMA_8B, sizes(tensor=8), 2, 8192, {}),
         slow(LLAMA_8B, sizes(tensor=8), 2, 8192, {"sequence_parallel": False}),

@@ -151,8 +151,8 @@ def _child(work: Path, text: str, cache: str) -> None:
     if topology.platform == "gpu":
         _answer_for_cudnn()
     devices = devices_of(text)
-    options = compiler_options.resolve(config.run.compiler_options, topology.platform)
     lowered, model, mesh = lower(config, devices, topology.platform)
+    options = compiler_options.resolve(config.run.compiler_options, topology.platform, model.sends_ragged)
 
     versions = _versions(topology.platform)
     parts = (lowered.as_text(), text, versions, json.dumps(options), str(devices[0].device_kind))

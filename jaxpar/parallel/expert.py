@@ -56,6 +56,10 @@ class ExpertStrategy:
     exchange: Literal["gather", "ragged"] = "gather"
     """Of dropless, between ranks: ragged where the backend has `ragged_all_to_all`."""
 
+    def is_ragged(self, ranks: int) -> bool:
+        """Whether so many ranks send ragged all-to-alls."""
+        return self.dispatch == "dropless" and self.exchange == "ragged" and ranks > 1
+
 
 def capacity(seq_len: int, num_experts: int, num_experts_per_token: int, factor: float) -> int:
     """Tokens of one sequence that an expert takes at most."""
@@ -110,7 +114,7 @@ def experts(
         out = _by_capacity(place, num_experts, x, weights, slots.reshape(weights.shape), num_slots, ffn)
         dropped = jnp.sum(slots == num_slots, dtype=jnp.int32)
     else:
-        through = _by_ragged_exchange if strategy.exchange == "ragged" and place.ranks > 1 else _by_gathering
+        through = _by_ragged_exchange if strategy.is_ragged(place.ranks) else _by_gathering
         out = through(kernel, place, num_experts, x, weights, ids.reshape(weights.shape), ffn)
         dropped = jnp.zeros((), jnp.int32)
     return out.reshape(*ids.shape[:2], -1), dropped

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxpar.kernels import cudnn
 from jaxpar.kernels.attention import RESULT
 from jaxpar.parallel import fsdp
 
@@ -74,7 +75,8 @@ class Remat:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        return policies.save_only_these_names(*saves)
+        named = policies.save_only_these_names(*saves)
+        return policies.save_from_both_policies(named, cudnn.is_kernel) if RESULT in saves else named
 
 
 NONE = Remat(keeps_all=True)

@@ -150,6 +150,27 @@ def operand_bytes(job: Job, of: Sizes) -> LayerBytes:
     return LayerBytes(job.compute_bytes * (attention + mlp), job.compute_bytes * (attention + routed))
 
 
+def backward_bytes(job: Job, of: Sizes, layer: Numbers) -> Numbers:
+    """What the backward pass of a layer of so many parameters (`layer`, whole, as they are gathered) has at once beside
+    what was kept for it and what becomes of the layer's after it; the fuller of two times in a loop over layers.
+
+    In its MLP: the gathered weights; four hidden activations (the two that the product is of, the product, its
+    gradient); four entries (the MLP's input and gradient, gathered over `tensor`, and one's parts of both inputs'
+    gradients), four streams. At its end: its own whole gradient, in float32, which is reduced when all of it is there;
+    five entries, four streams. Between both, in attention, is less, cuDNN's own float32 sums of the queries' gradient
+    included. A ring's sums, in float32, and a round's beside them, are made (as zeros) ahead of all that.
+    """
+    short = job.compute_bytes
+    hidden = np.maximum(of.mlp, of.routed + of.exchanged) if job.model.num_experts else of.mlp
+    in_mlp = short * (layer + 4 * (hidden + of.entry + of.stream))
+    at_end = 4 * layer + short * (5 * of.entry + 4 * of.stream)
+    is_ring = job.context.kind == "exchange" and job.context.group < job.mesh["context"]
+    sums = 2 * of.query + 4 * of.key if is_ring else 0.0
+    return np.maximum(in_mlp, at_end) + 4 * (sums + of.keys_seen - of.key)
+
+
 def chunk_bytes(job: Job, of: Sizes) -> Numbers:
-    """One chunk of logits in float32, and what the loss makes of it: never more than a few of vocab's CHUNK_BYTES."""
-    return 3 * np.minimum(4 * of.tokens * job.model.vocab_size / job.mesh["tensor"], CHUNK_BYTES)
+    """One chunk of logits in float32 (see vocab.CHUNK_BYTES), and its gradient."""
+    columns = job.model.vocab_size / job.mesh["tensor"]
+    logits = np.minimum(of.tokens * columns, np.maximum(CHUNK_BYTES, job.model.embed_dim * columns) / 4)
+    return (4 + job.compute_bytes) * logits

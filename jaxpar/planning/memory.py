@@ -7,8 +7,9 @@ That is the end of the backward pass, when all gradients are there, and of our o
                   microbatches twice: the sums, and one microbatch's own
     optimizer     8 bytes of AdamW's moments, cut alike; ZeRO-1, 2: 12, with the master copy, over `data` too
     activations   what layers keep for their backward pass, by `activations`
-    other         what one layer works with and its whole gradient, the head's whole gradient, gathered weights, copies
-                  that the compiler makes of kernels whose last dim is cut, a pipeline's buffers between stages
+    other         what one layer works with, its own and the next layer's whole gradients, the head's whole gradient,
+                  gathered weights, copies that the compiler makes of kernels whose last dim is cut, a pipeline's
+                  buffers between stages
 
 Under `pipe` a stage gathers its weights once a step, and its gradients are whole in float32 until the step's end.
 Held against compiled programs in tests/test_memory.py.
@@ -28,6 +29,7 @@ from jaxpar.parallel.remat import Remat
 from jaxpar.planning.activations import (
     LayerBytes,
     Numbers,
+    backward_bytes,
     chunk_bytes,
     kept_by_all,
     kept_by_name,
@@ -303,24 +305,26 @@ class Footprint:
         own, embedding, head, tied = self._own, self._embedding, self._head, job.model.tie_embeddings
         last = embedding if tied else head
         parameters, sums, optimizer = self._state(own + embedding + head)
-        others: dict[str, Numbers] = {"working": working_bytes(job, of)}
         if job.mesh["pipe"] > 1:
             return self._of_stage(parameters, optimizer)
+        layer = self._layer.whole
+        # A layer's gradient is reduced beside the backward pass of the layer before it.
+        reduced = 4 * layer if self._is_cut or job.zero == 2 else 0.0
+        others: dict[str, Numbers] = {"working": backward_bytes(job, of, layer), "a layer's gradient": reduced}
         if job.zero == 3:
             others["compiler's copies"] = 4 * own.transposed
-        if self._is_cut or job.zero == 2:
-            others["a layer's gradient"] = 4 * self._layer.whole
         several = cases.microbatches > 1
         per_layer = {1: short * own.whole, 2: 4 * own.state}.get(job.zero, 4 * own.kept)
         gradients = per_layer + np.where(several, sums, self._state(embedding)[1])
-        others["head"] = 4 * last.whole * (2 if tied else 1) + np.where(several, short * last.whole, 0.0)
+        others["head"] = 4 * last.whole * (2 if tied else 1)
         if job.zero == 2:
             others["head"] += 4 * embedding.whole
         if self._is_cut and not job.reshard_after_forward:
             others["gathered weights"] = short * own.whole
-        # The loss has its chunk of logits and the gathered head in place of a layer's backward pass.
-        loss = short * last.whole + chunk_bytes(job, of) - others["working"] - per_layer
-        others["loss"] = np.maximum(0.0, loss)
+        # In place of a layer's backward pass the loss has the gathered head, a chunk of logits, the stream with its
+        # norm and gradient, and the last layer's weights on their way.
+        loss = short * (last.whole + layer + 3 * of.stream) + chunk_bytes(job, of)
+        others["loss"] = np.maximum(0.0, loss - others["working"] - reduced)
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
 
     def _of_stage(self, parameters: Numbers, optimizer: Numbers) -> StageMemory:

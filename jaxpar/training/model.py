@@ -36,6 +36,11 @@ class Model:
     dtype: jnp.dtype
     objective: Objective = field(default_factory=Objective)
 
+    @property
+    def sends_ragged(self) -> bool:
+        """Whether there are ragged all-to-alls in a step."""
+        return self.config.num_experts > 0 and self.layout.dispatch.is_ragged(self.layout.axis_size("expert"))
+
     @cached_property
     def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
         return nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
