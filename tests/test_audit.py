@@ -13,7 +13,7 @@ from jaxpar.audit.hlo import read_collectives
 from jaxpar.audit.hlo_text import Module
 from jaxpar.audit.planned import cluster_of, job_of, step_flops
 from jaxpar.audit.topology import Topology
-from jaxpar.audit.work import Work, touched_bytes
+from jaxpar.audit.work import Duplicates, Work, touched_bytes
 from jaxpar.config import Config, DataConfig, ParallelConfig
 from models.config import ModelConfig
 
@@ -21,7 +21,7 @@ H100 = Topology.parse("h100:1x8")
 MODEL = ModelConfig(vocab_size=512, embed_dim=256, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=1024)
 CONFIG = Config(model=MODEL, data=DataConfig(batch_size=16, seq_len=128), parallel=ParallelConfig(mesh="fsdp=8"))
 KEYS = {"compile_seconds", "memory_bytes", "planned_memory_bytes", "fits", "flops", "estimated_cycles", "collectives"}
-KEYS |= {"planned_collectives", "surprises", "estimated_step_seconds", "estimated_mfu"}
+KEYS |= {"planned_collectives", "surprises", "remat_duplicates", "estimated_step_seconds", "estimated_mfu"}
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +212,43 @@ def test_loops_count_as_often_as_they_run():
     known = '  %l = f32[8,4] while(%s), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}'
     work = Work(module(start + known, LOOP))
     assert (work.flops, work.estimated_cycles) == (5 * 2 * 8 * 4 * 4, 35)
+
+
+DUPLICATES = """\
+%again (q: f32[8,4], w: f32[4,4]) -> f32[8,4] {
+  %q = f32[8,4] parameter(0)
+  %w = f32[4,4] parameter(1)
+  ROOT %dot.1.remat = f32[8,4] dot(%q, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4] parameter(0)
+  %v = f32[4,4] constant(0)
+  %fusion.7 = f32[8,4] fusion(%p, %v), kind=kOutput, calls=%again.clone
+  %fusion.7.remat = f32[8,4] fusion(%p, %v), kind=kOutput, calls=%again
+  ROOT %dot.3.remat2.1 = f32[8,4] dot(%fusion.7.remat, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%again.clone (q: f32[8,4], w: f32[4,4]) -> f32[8,4] {
+  %q = f32[8,4] parameter(0)
+  %w = f32[4,4] parameter(1)
+  ROOT %dot.1 = f32[8,4] dot(%q, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%cond (p: f32[8,4]) -> pred[] {
+  %q = f32[8,4] parameter(0)
+  ROOT %r = pred[] custom-call(%q)
+}
+"""
+
+
+def test_what_the_compiler_computes_again():
+    """As often as it runs: a fusion once with what is in it, and neither a view nor another's metadata."""
+    loop = '  %l = f32[8,4] while(%s), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}\n'
+    others = '  %b.remat = f32[4,8] bitcast(%l)\n  %n = f32[4,8] negate(%b.remat), metadata={op_name="jit/.remat"}'
+    work = Work(module("  %s = f32[8,4] parameter(0)\n" + loop + others, DUPLICATES))
+    assert work.duplicates == Duplicates(count=5 * 2, flops=5 * 2 * 2 * 8 * 4 * 4)
+    assert work.flops == 5 * 3 * 2 * 8 * 4 * 4
 
 
 def test_a_fusion_touches_only_the_slice_that_it_takes():

@@ -11,7 +11,7 @@ from jaxpar.audit.hlo import UNKNOWN, Collective, collectives_of
 from jaxpar.audit.hlo_text import Module
 from jaxpar.audit.planned import branches_taken, cluster_of, job_of, step_flops, tiles_per_call
 from jaxpar.audit.topology import Topology
-from jaxpar.audit.work import Kernel, Work
+from jaxpar.audit.work import Duplicates, Kernel, Work
 from jaxpar.config import Config
 from jaxpar.parallel.axes import TOKEN_AXES
 from jaxpar.planning import flops as model_flops
@@ -48,6 +48,7 @@ class Audit:
     planned_flops: float
     estimated_cycles: float | None
     kernels: tuple[Kernel, ...]
+    duplicates: Duplicates
     collectives: Totals
     """{axes: {op: {"count", "bytes", "overlapped_bytes"}}}"""
     exposed: tuple[Collective, ...]
@@ -87,6 +88,7 @@ class Audit:
             "flops": self.flops,
             "planned_flops": self.planned_flops,
             "estimated_cycles": self.estimated_cycles,
+            "remat_duplicates": {"count": self.duplicates.count, "flops": self.duplicates.flops},
             "kernels": [{"target": k.target, "op_name": k.op_name, "flops": k.flops} for k in self.kernels],
             "collectives": self.collectives,
             "planned_collectives": {
@@ -130,6 +132,7 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
         planned_flops=step_flops(job, program.attention, config.parallel.spread_head),
         estimated_cycles=work.estimated_cycles,
         kernels=tuple(work.kernels()),
+        duplicates=work.duplicates,
         collectives=found,
         exposed=tuple(exposed),
         planned=planned,

@@ -46,6 +46,16 @@ class Kernel:
     """Of one execution."""
 
 
+@dataclass(frozen=True)
+class Duplicates:
+    """What the compiler computes again of its own accord, to save memory: it names such instructions `.remat`."""
+
+    count: int
+    """Executions in one run."""
+    flops: float
+    """Of one run, and of all that the instructions call."""
+
+
 _Own = Callable[[Computation, Instruction], float]
 
 
@@ -81,6 +91,20 @@ class Work:
                     found.append(Kernel(first(_TARGET, instruction.rest) or "", instruction.op_name, flops))
         return found
 
+    @functools.cached_property
+    def duplicates(self) -> Duplicates:
+        again = _called_by_duplicates(self.module)
+
+        def count(computation: Computation, instruction: Instruction) -> float:
+            is_part = instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update"))
+            return float(instruction.is_duplicate and not is_part and computation.name not in again)
+
+        def flops(computation: Computation, instruction: Instruction) -> float:
+            is_again = instruction.is_duplicate or computation.name in again
+            return instruction_flops(computation, instruction) if is_again else 0.0
+
+        return Duplicates(round(self.total(count)), self.total(flops))
+
     def total(self, own: _Own) -> float:
         """The sum of `own` over all that runs."""
         return self._of_computation(own, self.module.entry)
@@ -105,6 +129,18 @@ class Work:
             computation = self.module.computations[name]
             self._totals[own, name] = sum(self.of(own, computation, each) for each in computation.instructions.values())
         return self._totals[own, name]
+
+
+def _called_by_duplicates(module: Module) -> frozenset[str]:
+    """The computations of what is computed again."""
+    found: set[str] = set()
+    callers = [each for computation in module.computations.values() for each in computation.instructions.values()]
+    callers = [each for each in callers if each.is_duplicate]
+    while callers:
+        called = {name for caller in callers for _, name in caller.callees} - found
+        found |= called
+        callers = [each for name in called for each in module.computations[name].instructions.values()]
+    return frozenset(found)
 
 
 def own_cycles(_: Computation, instruction: Instruction) -> float:
