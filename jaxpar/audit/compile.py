@@ -30,6 +30,7 @@ from jaxpar.audit.topology import TPU_ENVIRONMENT, Topology, devices_of
 from jaxpar.config import Config
 from jaxpar.kernels.attention import Kernel
 from jaxpar.parallel.axes import PARAMETER_RULES, mesh_axes, partition_spec
+from jaxpar.parallel.fsdp import Folds
 from jaxpar.training import compiler_options, optimizers, runtime, setup
 from jaxpar.training.model import Model
 from jaxpar.training.step import abstract_batch, abstract_state, make_step
@@ -72,6 +73,7 @@ class Program:
     attention: Kernel
     """The kernel for a whole sequence."""
     mesh: dict[str, int]
+    folds: Folds
     device_kind: str
     parameters: tuple[Parameter, ...]
     versions: str
@@ -125,8 +127,9 @@ def _load(directory: Path, was_cached: bool) -> Program:
 
     facts = json.loads((directory / _FACTS).read_text())
     parameters = tuple(map(parameter, facts.pop("parameters")))
+    folds = tuple((axis, tuple(factors)) for axis, factors in facts.pop("folds"))
     hlo = gzip.decompress((directory / _PROGRAM).read_bytes()).decode()
-    return Program(hlo, parameters=parameters, was_cached=was_cached, **facts)
+    return Program(hlo, folds=folds, parameters=parameters, was_cached=was_cached, **facts)
 
 
 def lower(config: Config, devices: Sequence[jax.Device], platform: str) -> tuple[jax.stages.Lowered, Model, Mesh]:
@@ -155,7 +158,8 @@ def _child(work: Path, text: str, cache: str) -> None:
     lowered, model, mesh = lower(config, devices, topology.platform)
 
     versions = _versions(topology.platform)
-    parts = (lowered.as_text(), text, versions, json.dumps(options), str(devices[0].device_kind))
+    kept = ",".join(field.name for field in dataclasses.fields(Program))  # by another version of this file, other facts
+    parts = (lowered.as_text(), text, versions, json.dumps(options), str(devices[0].device_kind), kept)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     place = Path(cache) / key if cache else work / key
     was_cached = (place / _FACTS).exists()
@@ -173,6 +177,7 @@ def _child(work: Path, text: str, cache: str) -> None:
             "options": options,
             "attention": model.layout.attention_kernel,
             "mesh": dict(mesh.shape),
+            "folds": model.layout.folds,
             "device_kind": devices[0].device_kind,
             "parameters": [dataclasses.asdict(each) for each in _parameters(model, mesh)],
             "versions": versions,

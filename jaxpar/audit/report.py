@@ -18,7 +18,7 @@ from jaxpar.planning import flops as model_flops
 from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.memory import Memory, memory
 from jaxpar.planning.traffic import Traffic
-from jaxpar.verify import expected_traffic
+from jaxpar.verify import Target, expected_traffic
 from meshes.chips import peak_of
 
 SURPRISING = 0.01
@@ -115,7 +115,7 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
     dynamic_trips = tiles_per_call(job) if program.attention == "tiled" else 1.0
     work = Work(Module.parse(program.hlo), branches_taken(config, mesh), dynamic_trips)
     collectives = collectives_of(work, mesh)
-    planned = expected_traffic(config, mesh)
+    planned = expected_traffic(config, mesh, Target(topology.platform, program.device_kind, program.folds))
     chip = cluster.chip
     calibration = calibration_table().of(chip).chip
     seconds = estimate(work, collectives, mesh, cluster, calibration, job.precision)
