@@ -20,7 +20,7 @@ from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig, OptimizerConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
-from jaxpar.parallel.fsdp import Folds
+from jaxpar.parallel.fsdp import IN_ONE, Folds
 from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.program import Program
@@ -49,7 +49,7 @@ class Target:
 
     platform: str
     device_kind: str = ""
-    folds: Folds = ()
+    folds: Folds = IN_ONE
 
 
 H100 = Target("gpu")

@@ -9,6 +9,7 @@ import itertools
 import pytest
 
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
+from jaxpar.parallel.fsdp import Folds
 from jaxpar.verify import Target, agree, compiled_traffic, expected_traffic
 from meshes import MESH_AXES
 from models.config import ModelConfig
@@ -218,7 +219,7 @@ def test_a_pipeline_with_what_lies_in_its_stages(mesh, kind, parallel, model):
 
 def test_a_reduce_scatter_in_steps_counts_each_by_what_it_starts_from():
     asked, mesh = config(), sizes(fsdp=16, context=2)
-    folds = ("fsdp", (4, 4)), ("context", (2,))
+    folds = Folds((("fsdp", (4, 4)), ("context", (2,))))
     in_one = expected_traffic(asked, mesh)
     in_steps = expected_traffic(asked, mesh, Target("tpu", folds=folds))
     whole = 4 * (KERNELS + HEAD)

@@ -127,7 +127,8 @@ def _load(directory: Path, was_cached: bool) -> Program:
 
     facts = json.loads((directory / _FACTS).read_text())
     parameters = tuple(map(parameter, facts.pop("parameters")))
-    folds = tuple((axis, tuple(factors)) for axis, factors in facts.pop("folds"))
+    factors, wide = facts.pop("folds")
+    folds = Folds(tuple((axis, tuple(own)) for axis, own in factors), frozenset(map(frozenset, wide)))
     hlo = gzip.decompress((directory / _PROGRAM).read_bytes()).decode()
     return Program(hlo, folds=folds, parameters=parameters, was_cached=was_cached, **facts)
 
@@ -177,7 +178,7 @@ def _child(work: Path, text: str, cache: str) -> None:
             "options": options,
             "attention": model.layout.attention_kernel,
             "mesh": dict(mesh.shape),
-            "folds": model.layout.folds,
+            "folds": [model.layout.folds.factors, [sorted(axes) for axes in model.layout.folds.wide]],
             "device_kind": devices[0].device_kind,
             "parameters": [dataclasses.asdict(each) for each in _parameters(model, mesh)],
             "versions": versions,

@@ -13,7 +13,7 @@ from jaxpar.audit.planned import branches_taken, cluster_of, job_of, step_flops,
 from jaxpar.audit.topology import Topology
 from jaxpar.audit.work import Duplicates, Kernel, Work
 from jaxpar.config import Config
-from jaxpar.parallel.axes import TOKEN_AXES
+from jaxpar.parallel.axes import TOKEN_AXES, gathered_axes
 from jaxpar.planning import flops as model_flops
 from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.memory import Memory, memory
@@ -196,13 +196,15 @@ def gathered_activations(
     all_bytes = sum(each.bytes * each.count for each in collectives)
     sizes: set[int] = set()
     for parameter in parameters:
-        others = [axis for axis in parameter.axes if axis not in TOKEN_AXES and axis != "data"]
+        others = [axis for axis in parameter.axes if axis not in gathered_axes(parameter.logical)]
         whole = math.prod(parameter.shape) // math.prod(mesh[axis] for axis in others)
-        layers = parameter.shape[0] // mesh["pipe"] if parameter.logical[0] == "layers" else 1
-        sizes |= {whole, whole // layers}  # all that a stage has, or a layer's
+        if parameter.logical[0] == "layers":
+            sizes |= {whole, whole // (parameter.shape[0] // mesh["pipe"])}  # all that a stage has, or a layer's
+        else:
+            sizes |= {whole, whole * math.prod(mesh[axis] for axis in others if axis == "pipe")}
     surprises = []
     for each in collectives:
-        is_over_weights = not {*each.axes} - TOKEN_AXES - {"data"} and "context" not in each.axes
+        is_over_weights = not {*each.axes} - TOKEN_AXES and "context" not in each.axes
         if each.op != "all-gather" or not is_over_weights or each.bytes * each.count <= SURPRISING * all_bytes:
             continue
         if strange := [size for size in each.elements if size not in sizes]:
