@@ -11,18 +11,20 @@ from jaxpar.parallel.fsdp import Folds, gathered, reduce_scatter
 from meshes import build_mesh, num_torus_dims, torus_factors
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((16, 3), 0), ((1, 16, 3), 1), ((2, 16, 3, 5), 1), ((2, 3, 16), 2)])
 @pytest.mark.parametrize("factors", [(("fsdp", (2, 2)),), (("fsdp", (4,)), ("context", (2,)))])
-def test_steps_end_where_one_step_does(factors):
+def test_steps_end_where_one_step_does(factors, shape, dim):
     mesh = build_mesh("fsdp=4,context=2", devices=jax.devices()[:8])
     axes = "context", "fsdp"
-    addends = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16, 3)))
+    addends = jnp.asarray(np.random.default_rng(0).normal(size=(8, *shape)))
 
     def scattered(folds):
         def local(x):
-            return reduce_scatter(x[0], ((0, axes),), folds)
+            return reduce_scatter(x[0], ((dim, axes),), folds)
 
-        region = jax.shard_map(local, in_specs=P(axes, None, None), out_specs=P(axes, None), check_vma=False)
-        return np.asarray(region(jax.reshard(addends, P(axes, None, None))))
+        end = P(*(axes if i == dim else None for i in range(len(shape))))
+        region = jax.shard_map(local, in_specs=P(axes), out_specs=end, check_vma=False)
+        return np.asarray(region(jax.reshard(addends, P(axes))))
 
     with jax.set_mesh(mesh):
         found, in_one = scattered(Folds(factors)), scattered(Folds())

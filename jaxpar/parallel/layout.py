@@ -298,13 +298,7 @@ class Layout(Placement):
 
     def summed(self, gradient: Float[Array, "..."], cuts: fsdp.Cuts) -> Array:
         """The ranks' addends to a gradient by what was gathered, reduced to this rank's part."""
-        if not cuts:
-            return gradient
-        # Along none of the last two dims, TPUs' compiler makes an all-reduce of it.
-        before = min(1 + max(dim for dim, _ in cuts), gradient.ndim - 1)
-        flat = gradient.astype(self.reduce_dtype).reshape(*gradient.shape[:before], -1)
-        part = fsdp.reduce_scatter(flat, cuts, self.folds)
-        return part.reshape(*part.shape[:before], *gradient.shape[before:])
+        return fsdp.reduce_scatter(gradient.astype(self.reduce_dtype), cuts, self.folds) if cuts else gradient
 
     def sum_over_tokens(self, x: Float[Array, ""]) -> Float[Array, ""]:
         """Of every rank's tokens."""
