@@ -139,7 +139,7 @@ def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts, folds: Folds = IN_O
 
 
 def _as_tpus_scatter(x: Float[Array, "..."], dim: int) -> tuple[Float[Array, "..."], int]:
-    """The same numbers, and where `dim` is. Of a dim behind one of size 1, or in a stack before two more, TPUs' compiler
+    """The same numbers, and where `dim` is: behind one of size 1, or in a stack before two more, TPUs' compiler
     makes an all-reduce and a slice."""
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     if math.prod(before) == 1:
