@@ -138,20 +138,21 @@ def _weights(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
         transfers = _transfers(parameter, mesh_axes(spec), settings)
         whole = part
         for axes, gathers, _ in transfers:
-            for step in settings.folds.gathers(_in_order(axes)):
+            for step in settings.folds.gathers(_in_order(axes, settings)):
                 whole *= step.num_ranks(settings.mesh)
                 yield step.axes, "all-gather", gathers * whole * settings.compute_bytes
         for axes, _, scatters in reversed(transfers):
-            for step in settings.folds.scatters(_in_order(axes)):
+            for step in settings.folds.scatters(_in_order(axes, settings)):
                 yield step.axes, "reduce-scatter", scatters * whole * settings.reduce_bytes
                 whole //= step.num_ranks(settings.mesh)
         owed = _activation_axes(parameter.summed_over, settings) | ({"pipe"} if parameter.is_at_end else set())
         yield owed - mesh_axes(spec), "all-reduce", parameter.count * part * settings.reduce_bytes
 
 
-def _in_order(axes: frozenset[str]) -> tuple[str, ...]:
-    """As they cut a dim."""
-    return (*(axis for axis in STATE_RULES["embed"] if axis in axes), *(axes & {"pipe"}))
+def _in_order(axes: frozenset[str], settings: TrafficSettings) -> tuple[str, ...]:
+    """Those of several ranks, as they cut a dim."""
+    ordered = *(axis for axis in STATE_RULES["embed"] if axis in axes), *(axes & {"pipe"})
+    return tuple(axis for axis in ordered if settings.mesh[axis] > 1)
 
 
 def _transfers(

@@ -12,4 +12,7 @@ from jaxtyping import Array, Float
 
 def gather(x: Float[Array, "B C G K"], axis: str) -> Float[Array, "B S G K"]:
     """Every rank's part, in the order of the ranks."""
+    if x.shape[0] == 1:
+        # Of a reduce-scatter behind a dim of size 1, this one's transpose, TPUs' compiler makes an all-reduce.
+        return lax.all_gather(x[0], axis, axis=0, tiled=True)[None]
     return lax.all_gather(x, axis, axis=1, tiled=True)

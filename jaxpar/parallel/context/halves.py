@@ -115,6 +115,11 @@ class Halves:
 _ALL = slice(None)
 
 
+def computed_share(order: Order, ranks: int) -> float:
+    """Of a rank's queries times all keys, the part that is put to the kernel, by the costlier call of each round."""
+    return (1 + (ranks - 1) / 2) / ranks if order == "zigzag" else 1.0
+
+
 def fits(length: int) -> bool:
     """Whether a rank's tokens divide into what the kernel takes."""
     return length % (2 * module("splash").LANES) == 0

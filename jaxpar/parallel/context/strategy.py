@@ -60,6 +60,10 @@ class ContextStrategy:
             raise ValueError(f"--context-strategy {text}: it must be one of {known} or hybrid=RxU")
         return strategies[text]
 
+    def goes_by_halves(self, kernel: on_one_device.Kernel, window: int | None, length: int) -> bool:
+        """Whether a ring's rounds, of so many tokens of a rank, are the kernel's; else they go by tiles."""
+        return self.kind == "exchange" and self.group == 1 and kernel == "splash" and window is None and fits(length)
+
     def block_of(self, seq_len: int, ranks: int) -> int:
         """Tokens of a block, such that none reaches from one of zigzag's parts into the next, if a size not far below
         the most divides them: few of such a block's tiles could be left out."""
@@ -95,9 +99,8 @@ def attention(
     """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them; and how many tiles
     its forward pass computed. `kernel` attends where a rank has all of the sequence."""
     ranks, group = axis_sizes[AXIS], strategy.group
-    halves = None
-    if kernel == "splash" and group == 1 and mask.window is None and fits(q.shape[1]):
-        halves = Halves(strategy.order, scale, mask.soft_cap)
+    by_halves = strategy.goes_by_halves(kernel, mask.window, q.shape[1])
+    halves = Halves(strategy.order, scale, mask.soft_cap) if by_halves else None
     block = strategy.block_of(tokens.positions.shape[1], ranks)
     if ranks == 1:
         return on_one_device.whole_sequence(kernel, q, k, v, tokens, mask, scale, block)
