@@ -36,6 +36,8 @@ from jaxpar.training.model import Model
 from jaxpar.training.step import abstract_batch, abstract_state, make_step
 
 _PROGRAM, _FACTS = "program.hlo.gz", "facts.json"
+_FORMAT = "2"
+"""Of what is kept: another one for other facts, or for facts of another meaning."""
 _CUDNN = 91200
 """Of the version that attention kernels are asked for, where there is no cuDNN to tell its own."""
 
@@ -67,6 +69,7 @@ class Program:
     aliased: int
     """Of the outputs, what lies in arguments' place."""
     temporaries: int
+    """What is set aside for them; see `_temporaries`."""
     compile_seconds: float
     """When it was compiled."""
     options: dict[str, str | bool]
@@ -159,8 +162,7 @@ def _child(work: Path, text: str, cache: str) -> None:
     lowered, model, mesh = lower(config, devices, topology.platform)
 
     versions = _versions(topology.platform)
-    kept = ",".join(field.name for field in dataclasses.fields(Program))  # by another version of this file, other facts
-    parts = (lowered.as_text(), text, versions, json.dumps(options), str(devices[0].device_kind), kept)
+    parts = (lowered.as_text(), text, versions, json.dumps(options), str(devices[0].device_kind), _FORMAT)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     place = Path(cache) / key if cache else work / key
     was_cached = (place / _FACTS).exists()
@@ -173,7 +175,7 @@ def _child(work: Path, text: str, cache: str) -> None:
             "arguments": memory.argument_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
             "aliased": memory.alias_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
+            "temporaries": _temporaries(memory, topology),
             "compile_seconds": seconds,
             "options": options,
             "attention": model.layout.attention_kernel,
@@ -193,6 +195,15 @@ def _child(work: Path, text: str, cache: str) -> None:
         with contextlib.suppress(OSError):  # it is there by now
             staged.rename(place)
     (work / "answer.json").write_text(json.dumps({"directory": str(place), "was_cached": was_cached}))
+
+
+def _temporaries(memory: Any, topology: Topology) -> int:
+    """On TPUs by the peak, arguments included, which is what their compiler's buffers take and holds against a chip's
+    memory: its `temp_size_in_bytes` is a sum that may exceed that memory in a program that fits."""
+    if topology.platform != "tpu":
+        return memory.temp_size_in_bytes
+    others = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.peak_memory_in_bytes - others
 
 
 def _answer_for_cudnn() -> None:

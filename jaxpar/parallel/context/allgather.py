@@ -6,13 +6,25 @@ as much back. It may stand in a branch of a pipeline schedule, and any mask cost
 Limits: memory of a layer's whole K and V, small where there are few kv heads.
 """
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
+
+from jaxpar.parallel.context.order import Order, in_sequence
 
 
-def gather(x: Float[Array, "B C G K"], axis: str) -> Float[Array, "B S G K"]:
-    """Every rank's part, in the order of the ranks."""
+def gather(x: Shaped[Array, "B C ..."], axis: str, groups: list[list[int]] | None = None) -> Shaped[Array, "B S ..."]:
+    """Every rank's part, in the order of the ranks, or of the one group that has them all in another."""
     if x.shape[0] == 1:
         # Of a reduce-scatter behind a dim of size 1, this one's transpose, TPUs' compiler makes an all-reduce.
-        return lax.all_gather(x[0], axis, axis=0, tiled=True)[None]
-    return lax.all_gather(x, axis, axis=1, tiled=True)
+        return lax.all_gather(x[0], axis, axis=0, tiled=True, axis_index_groups=groups)[None]
+    return lax.all_gather(x, axis, axis=1, tiled=True, axis_index_groups=groups)
+
+
+def gather_in_sequence(order: Order, x: Shaped[Array, "B C ..."], axis: str, ranks: int) -> Shaped[Array, "B S ..."]:
+    """Every rank's part, in the sequence's own order: in zigzag's the ranks' first halves, then their second ones the
+    other way round, each of which comes so, where putting all of them in order would take several passes over them."""
+    if order != "zigzag":
+        return in_sequence(order, gather(x, axis), ranks)
+    first, second = jnp.split(x, 2, axis=1)
+    return jnp.concatenate([gather(first, axis), gather(second, axis, [list(reversed(range(ranks)))])], axis=1)
