@@ -21,7 +21,8 @@ from jaxpar.audit.planned import (
 from jaxpar.audit.topology import Topology
 from jaxpar.audit.work import Duplicates, Kernel, Work
 from jaxpar.config import Config
-from jaxpar.parallel.axes import TOKEN_AXES, gathered_axes
+from jaxpar.parallel.axes import STATE_RULES, TOKEN_AXES, gathered_axes
+from jaxpar.parallel.fsdp import IN_ONE, Folds
 from jaxpar.planning import flops as model_flops
 from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.memory import Memory, memory
@@ -150,7 +151,7 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
             (
                 *unclaimed(found, planned),
                 *replicated(program.parameters, mesh),
-                *gathered_activations(collectives, program.parameters, mesh),
+                *gathered_activations(collectives, program.parameters, mesh, program.folds),
             )
         ),
         seconds=seconds,
@@ -207,7 +208,7 @@ def replicated(parameters: Sequence[Parameter], mesh: Mapping[str, int]) -> list
 
 
 def gathered_activations(
-    collectives: Sequence[Collective], parameters: Sequence[Parameter], mesh: Mapping[str, int]
+    collectives: Sequence[Collective], parameters: Sequence[Parameter], mesh: Mapping[str, int], folds: Folds = IN_ONE
 ) -> list[Surprise]:
     """All-gathers over axes that cut weights and batch, of what has no weight's size, from 1% of all traffic."""
     all_bytes = sum(each.bytes * each.count for each in collectives)
@@ -215,10 +216,14 @@ def gathered_activations(
     for parameter in parameters:
         others = [axis for axis in parameter.axes if axis not in gathered_axes(parameter.logical)]
         whole = math.prod(parameter.shape) // math.prod(mesh[axis] for axis in others)
-        if parameter.logical[0] == "layers":
-            sizes |= {whole, whole // (parameter.shape[0] // mesh["pipe"])}  # all that a stage has, or a layer's
-        else:
-            sizes |= {whole, whole * math.prod(mesh[axis] for axis in others if axis == "pipe")}
+        is_layers = parameter.logical[0] == "layers"
+        layers = parameter.shape[0] // mesh["pipe"] if is_layers else 1
+        over_stages = 1 if is_layers else math.prod(mesh[axis] for axis in others if axis == "pipe")
+        sizes |= {whole, whole // layers, whole * over_stages}  # all that a stage has, a layer's, a model's end
+        # What the first of several steps gives.
+        axes = tuple(axis for axis in STATE_RULES["embed"] if axis in parameter.axes and axis not in others)
+        parts = [math.prod(step.num_ranks(mesh) for step in folds.gathers(axes)[n:]) for n in (1, 2)]
+        sizes |= {size // part for size in (whole, whole // layers) for part in parts}
     surprises = []
     for each in collectives:
         is_over_weights = not {*each.axes} - TOKEN_AXES and "context" not in each.axes

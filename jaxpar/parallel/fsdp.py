@@ -25,6 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxpar.parallel import collectives
 from jaxpar.parallel.axes import TOKEN_AXES
 
 GATHERED = "gathered_weight"
@@ -128,25 +129,13 @@ def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts, folds: Folds = IN_O
     """This rank's part of the sum over the ranks: what was gathered last is cut first."""
     for dim, axes in reversed(cuts):
         before, after = addends.shape[:dim], addends.shape[dim + 1 :]
-        if folds != IN_ONE:
-            addends, dim = _as_tpus_scatter(addends, dim)
+        if folds != IN_ONE and math.prod(before) > 1 and len(after) > 1:
+            # Within a stack, before two dims more, TPUs' compiler makes an all-reduce of it.
+            addends = addends.reshape(*before, addends.shape[dim], -1)
         for step in folds.scatters(axes):
-            addends = lax.psum_scatter(
-                addends, step.axes, scatter_dimension=dim, tiled=True, axis_index_groups=step.groups
-            )
+            addends = collectives.reduce_scatter(addends, step.axes, dim, step.groups)
         addends = addends.reshape(*before, -1, *after)
     return addends
-
-
-def _as_tpus_scatter(x: Float[Array, "..."], dim: int) -> tuple[Float[Array, "..."], int]:
-    """The same numbers, and where `dim` is: behind one of size 1, or in a stack before two more, TPUs' compiler
-    makes an all-reduce and a slice."""
-    before, after = x.shape[:dim], x.shape[dim + 1 :]
-    if math.prod(before) == 1:
-        return x.reshape(-1, *after), 0
-    if len(after) > 1:
-        return x.reshape(*before, x.shape[dim], -1), dim
-    return x, dim
 
 
 def save_all_but_gathered(primitive, *inputs, **params) -> bool:

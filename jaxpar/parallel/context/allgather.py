@@ -7,18 +7,15 @@ Limits: memory of a layer's whole K and V, small where there are few kv heads.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Shaped
 
+from jaxpar.parallel import collectives
 from jaxpar.parallel.context.order import Order, in_sequence
 
 
 def gather(x: Shaped[Array, "B C ..."], axis: str, groups: list[list[int]] | None = None) -> Shaped[Array, "B S ..."]:
     """Every rank's part, in the order of the ranks, or of the one group that has them all in another."""
-    if x.shape[0] == 1:
-        # Of a reduce-scatter behind a dim of size 1, this one's transpose, TPUs' compiler makes an all-reduce.
-        return lax.all_gather(x[0], axis, axis=0, tiled=True, axis_index_groups=groups)[None]
-    return lax.all_gather(x, axis, axis=1, tiled=True, axis_index_groups=groups)
+    return collectives.all_gather(x, axis, 1, groups)
 
 
 def gather_in_sequence(order: Order, x: Shaped[Array, "B C ..."], axis: str, ranks: int) -> Shaped[Array, "B S ..."]:
