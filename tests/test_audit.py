@@ -36,13 +36,17 @@ def on_h100s(cache):
     return report.audit(CONFIG, H100, 300)
 
 
+def check_traffic(found):
+    for axes, ops in found.planned.items():
+        for op, size in ops.items():
+            assert found.collectives[axes][op]["bytes"] == pytest.approx(size, rel=0.01, abs=1024)
+    assert found.surprises == ()
+
+
 def test_the_program_does_what_the_plan_says(on_h100s):
     assert on_h100s.program.attention == "cudnn"
     assert on_h100s.flops == pytest.approx(on_h100s.planned_flops, rel=0.02)
-    for axes, ops in on_h100s.planned.items():
-        for op, size in ops.items():
-            assert on_h100s.collectives[axes][op]["bytes"] == pytest.approx(size, rel=0.01, abs=1024)
-    assert on_h100s.surprises == ()
+    check_traffic(on_h100s)
     assert on_h100s.fits
     assert 0 < on_h100s.mfu < 1
     assert on_h100s.seconds.step > on_h100s.seconds.compute > 0
@@ -120,6 +124,18 @@ def test_a_tpu_slice(cache):
     kept = job_of(config, cluster_of(topology), found.program.mesh).replace(remat="none")
     assert step_flops(kept, "splash", False) <= found.flops <= 1.02 * found.planned_flops
     assert "libtpu" in found.program.versions
+    check_traffic(found)
+    # Of a chip's memory, not of all that was ever there.
+    assert 0 < found.program.temporaries < found.program.total < 0.1 * found.limit
+
+
+def test_emulated_devices(cache):
+    """Which send 16-bit floats as 32-bit ones."""
+    found = report.audit(CONFIG, Topology.parse("cpu:8"), 300)
+    assert found.program.attention == "tiled"
+    assert found.flops == pytest.approx(found.planned_flops, rel=0.02)
+    assert found.estimated_cycles is None
+    check_traffic(found)
 
 
 def test_time_runs_out(cache, monkeypatch):
