@@ -47,8 +47,8 @@ class Queries:
 
 def attention(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
+    k: Float[Array, "B G S K"],
+    v: Float[Array, "B G S K"],
     q_segments: Int[Array, "B T"],
     k_segments: Int[Array, "B S"],
     mask: AttentionMask,
@@ -58,16 +58,17 @@ def attention(
 ) -> Float[Array, "B T H K"]:
     """Keys in the sequence's own order. Causal by place in the sequence, which in a document is causal by position.
     `interpret`: without a TPU, slowly."""
-    square = (k.shape[1], k.shape[1])
+    num_kv_heads, num_keys = k.shape[1:3]
+    square = num_keys, num_keys
     one = masks.CausalMask(square) if mask.window is None else masks.LocalMask(square, (mask.window - 1, 0), 0)
     one.q_sequence = queries.places.astype(np.int32)
-    sizes = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
+    sizes = q.shape[2] // num_kv_heads, q.shape[1], num_keys
     splash = _kernel(one, sizes, mask.soft_cap, interpret, queries.num_parts, residual_checkpoint_name=RESULT)
     if queries.num_parts > 1:
         infos, settings = splash.tree_flatten()
         splash = splash.tree_unflatten(settings, [_part(info, queries) for info in infos])
-    parts = by_kv_heads(q * jnp.asarray(scale, q.dtype), k.shape[2]), heads_first(k), heads_first(v)
-    return ungrouped(_over_kv_heads(splash)(*parts, kernel.SegmentIds(q_segments, k_segments)))
+    scaled = by_kv_heads(q * jnp.asarray(scale, q.dtype), num_kv_heads)
+    return ungrouped(_over_kv_heads(splash)(scaled, k, v, kernel.SegmentIds(q_segments, k_segments)))
 
 
 def _kernel(
@@ -120,11 +121,6 @@ def by_kv_heads(x: Float[Array, "B T H ..."], num_kv_heads: int) -> Float[Array,
 def ungrouped(x: Float[Array, "B G R T ..."]) -> Float[Array, "B T H ..."]:
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
-
-
-def heads_first(x: Float[Array, "B S G K"]) -> Float[Array, "B G S K"]:
-    """As it takes keys; and back."""
-    return x.transpose(0, 2, 1, 3)
 
 
 def _part(info: MaskInfo, queries: Queries) -> MaskInfo:

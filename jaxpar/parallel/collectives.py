@@ -13,21 +13,13 @@ Groups = list[list[int]] | None
 def reduce_scatter(x: Shaped[Array, "..."], axes: Axes, dim: int, groups: Groups = None) -> Shaped[Array, "..."]:
     """This rank's part along `dim` of the sum over the ranks.
 
-    Of a first dim, or one behind others of size 1, the ranks' parts are put side by side: along it TPUs' compiler makes
-    an all-reduce and a slice, or pads the parts and sends what then lies on others' ranks.
+    Of rows, be they behind dims of size 1, the ranks' parts are put side by side: along a first dim TPUs' compiler
+    makes an all-reduce and a slice, or pads the parts and sends what then lies on others' ranks. (Of what has more dims
+    it may make another one the first.)
     """
     before, after = x.shape[:dim], x.shape[dim + 1 :]
-    if math.prod(before) > 1:
+    if math.prod(before) > 1 or len(after) != 1:
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     num_ranks = len(groups[0]) if groups else lax.axis_size(axes)
     part = lax.psum_scatter(x.reshape(num_ranks, -1, *after), axes, axis_index_groups=groups)
     return part.reshape(*before, *part.shape)
-
-
-def all_gather(x: Shaped[Array, "..."], axis: str, dim: int, groups: Groups = None) -> Shaped[Array, "..."]:
-    """Every rank's part along `dim`; its transpose is `reduce_scatter`."""
-    before, after = x.shape[:dim], x.shape[dim + 1 :]
-    if math.prod(before) > 1:
-        return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
-    parts = lax.all_gather(x.reshape(-1, *after), axis, axis_index_groups=groups)
-    return parts.reshape(*before, -1, *after)

@@ -7,21 +7,26 @@ Limits: memory of a layer's whole K and V, small where there are few kv heads.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Shaped
 
-from jaxpar.parallel import collectives
 from jaxpar.parallel.context.order import Order, in_sequence
 
 
-def gather(x: Shaped[Array, "B C ..."], axis: str, groups: list[list[int]] | None = None) -> Shaped[Array, "B S ..."]:
-    """Every rank's part, in the order of the ranks, or of the one group that has them all in another."""
-    return collectives.all_gather(x, axis, 1, groups)
+def gather(
+    x: Shaped[Array, "..."], axis: str, dim: int = 1, groups: list[list[int]] | None = None
+) -> Shaped[Array, "..."]:
+    """Every rank's part along a dim, in the order of the ranks, or of the one group that has them all in another."""
+    return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
 
 
-def gather_in_sequence(order: Order, x: Shaped[Array, "B C ..."], axis: str, ranks: int) -> Shaped[Array, "B S ..."]:
-    """Every rank's part, in the sequence's own order: in zigzag's the ranks' first halves, then their second ones the
-    other way round, each of which comes so, where putting all of them in order would take several passes over them."""
+def gather_in_sequence(
+    order: Order, x: Shaped[Array, "..."], axis: str, ranks: int, dim: int = 1
+) -> Shaped[Array, "..."]:
+    """Every rank's part along a dim, in the sequence's own order: in zigzag's the ranks' first halves, then their
+    second ones the other way round, each of which comes so, where putting all in order takes several passes over it."""
     if order != "zigzag":
-        return in_sequence(order, gather(x, axis), ranks)
-    first, second = jnp.split(x, 2, axis=1)
-    return jnp.concatenate([gather(first, axis), gather(second, axis, [list(reversed(range(ranks)))])], axis=1)
+        return in_sequence(order, gather(x, axis, dim), ranks, dim)
+    first, second = jnp.split(x, 2, axis=dim)
+    backwards = [list(reversed(range(ranks)))]
+    return jnp.concatenate([gather(first, axis, dim), gather(second, axis, dim, backwards)], axis=dim)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.kernels.attention import module
+from jaxpar.kernels.attention import heads_first, module
 from jaxpar.kernels.mask import Tokens
 from jaxpar.numerics import widened
 from jaxpar.parallel.context.order import Order
@@ -71,7 +71,7 @@ class Halves:
         """Queries, scaled, and keys."""
         splash = module("splash")
         scaled = splash.by_kv_heads(q * jnp.asarray(self.scale, q.dtype), k.shape[2])
-        return scaled, (splash.heads_first(k), splash.heads_first(v))
+        return scaled, (heads_first(k), heads_first(v))
 
     def forward(
         self,

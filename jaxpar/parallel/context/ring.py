@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar.kernels import tiled
-from jaxpar.kernels.attention import RESULT, delta, module
+from jaxpar.kernels.attention import RESULT, delta, heads_first, module
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.parallel.context.halves import Halves, merged
 
@@ -176,7 +176,7 @@ def _backward(ring, residuals, cotangents):
     dk, dv = _home(ring, rounds, (dk.astype(dtype), dv.astype(dtype)))
     if halves is not None:
         dq = module("splash").ungrouped(dq) * jnp.asarray(halves.scale, dq.dtype)
-        dk, dv = (module("splash").heads_first(x) for x in (dk, dv))
+        dk, dv = (heads_first(x) for x in (dk, dv))
     return dq.astype(dtype), dk, dv, None
 
 

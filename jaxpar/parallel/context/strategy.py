@@ -118,7 +118,7 @@ def attention(
     )
 
     def by_splash(q: Array, k: Array, v: Array, q_tokens: Tokens, num_parts: int, part: Int[Array, ""] | int):
-        """Of keys in the sequence's own order."""
+        """Of keys in the sequence's own order, as the kernel has them."""
         places = permutation(strategy.order, tokens.positions.shape[1], ranks)
         k_segments = in_sequence(strategy.order, tokens.segment_ids, ranks)
         return on_one_device.by_splash(q, k, v, q_tokens.segment_ids, k_segments, mask, scale, places, num_parts, part)
@@ -126,7 +126,9 @@ def attention(
     if strategy.kind == "allgather":
         q_tokens = whole.tokens_of(tokens, whole.index())
         if kernel == "splash":
-            k, v = (allgather.gather_in_sequence(strategy.order, x, AXIS, ranks) for x in (k, v))
+            # Laid out before they are gathered: that of a rank's part is less.
+            k, v = (on_one_device.heads_first(x) for x in (k, v))
+            k, v = (allgather.gather_in_sequence(strategy.order, x, AXIS, ranks, 2) for x in (k, v))
             return by_splash(q, k, v, q_tokens, ranks, whole.index())
         k, v = allgather.gather(k, AXIS), allgather.gather(v, AXIS)
         return on_one_device.counted(q, k, v, q_tokens, tokens, mask, scale, block)
@@ -135,7 +137,7 @@ def attention(
     groups = ulysses.rank_groups(ranks, group)
     q, k, v = (ulysses.to_heads(x, AXIS, group, groups) for x in (q, k, v))
     if group == ranks and kernel == "splash":
-        k, v = (in_sequence(strategy.order, x, ranks) for x in (k, v))
+        k, v = (on_one_device.heads_first(in_sequence(strategy.order, x, ranks)) for x in (k, v))
         out, tiles = by_splash(q, k, v, tokens, 1, 0)
     elif group == ranks:
         out, tiles = on_one_device.whole_sequence(kernel, q, k, v, tokens, mask, scale, block)
