@@ -96,7 +96,7 @@ class Halves:
 
         if is_own or self.order != "zigzag":
             out, lse = self._by_relation(is_own, is_earlier, attend, nothing)
-            return out, lse, jnp.zeros((), jnp.int32)
+            return out.astype(lse.dtype), lse, jnp.zeros((), jnp.int32)
         cross, (out, lse) = attend("all", _second, _first), attend("all", *[_one_of(is_earlier)] * 2)
         nowhere = jnp.full(lse.shape, -jnp.inf, lse.dtype)
         second = merged(cross, (out, jnp.where(is_earlier, nowhere, lse)))
