@@ -251,21 +251,25 @@ def test_the_command():
 def test_gathered_in_the_sequences_order(order):
     """As `in_sequence` has it of what is gathered in the ranks' order, and its gradient."""
     mesh = build_mesh("context=4,data=2", devices=jax.devices()[:8])
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 32, 3)))
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 2, 32, 3)))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 32, 3)))
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 2, 5, 32, 3)))
+    part = P(None, None, "context", None)
 
     def total(gather):
         def local(x, weights):
             return jnp.sum(gather(x) * weights[0])[None]
 
-        specs = P(None, "context", None), P("context", None, None, None)
-        region = jax.shard_map(local, in_specs=specs, out_specs=P("context"), check_vma=False)
-        return jax.value_and_grad(lambda x: jnp.sum(region(x, jax.reshard(weights, specs[1]))))
+        region = jax.shard_map(local, in_specs=(part, P("context")), out_specs=P("context"), check_vma=False)
+        return jax.value_and_grad(lambda x: jnp.sum(region(x, jax.reshard(weights, P("context")))))
+
+    def in_two_steps(x):
+        whole = gather(jnp.swapaxes(x, 1, 2), "context")
+        return jnp.swapaxes(in_sequence(order, whole, 4), 1, 2)
 
     with jax.set_mesh(mesh):
-        placed = jax.reshard(x, P(None, "context", None))
+        placed = jax.reshard(x, part)
         got = total(lambda x: gather_in_sequence(order, x, "context", 4))(placed)
-        want = total(lambda x: in_sequence(order, gather(x, "context"), 4))(placed)
+        want = total(in_two_steps)(placed)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-12)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-12)
     assert np.abs(want[1]).max() > 0.1

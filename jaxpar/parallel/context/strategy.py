@@ -128,7 +128,7 @@ def attention(
         if kernel == "splash":
             # Laid out before they are gathered: that of a rank's part is less.
             k, v = (on_one_device.heads_first(x) for x in (k, v))
-            k, v = (allgather.gather_in_sequence(strategy.order, x, AXIS, ranks, 2) for x in (k, v))
+            k, v = (allgather.gather_in_sequence(strategy.order, x, AXIS, ranks) for x in (k, v))
             return by_splash(q, k, v, q_tokens, ranks, whole.index())
         k, v = allgather.gather(k, AXIS), allgather.gather(v, AXIS)
         return on_one_device.counted(q, k, v, q_tokens, tokens, mask, scale, block)
