@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxpar.kernels.attention import RESULT
+from jaxpar.parallel import expert
 from jaxpar.parallel.remat import INPUT, Remat
 from jaxpar.parallel.vocab import CHUNK_BYTES
 from jaxpar.planning.job import Job
@@ -58,6 +59,8 @@ class Sizes:
     """The same of experts, shared ones among them."""
     exchanged: Numbers
     """Tokens on their way to experts, D wide."""
+    room: Numbers
+    """As `routed`, of all that may arrive at a rank's experts, for which our own program's buffers have room."""
 
 
 def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
@@ -69,6 +72,7 @@ def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
     key = tokens * kv_heads * model.head_dim
     routed = tokens * (model.num_experts_per_token + model.num_shared_experts) * model.expert_mlp_dim / tensor
     stream = tokens * model.embed_dim / (tensor if job.sequence_parallel else 1)
+    room = expert.arrivals(1, job.mesh["expert"], model.num_experts, model.num_experts_per_token)
     return Sizes(
         tokens=tokens,
         stream=stream,
@@ -82,6 +86,7 @@ def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
         mlp=tokens * model.mlp_dim / tensor,
         routed=routed,
         exchanged=stream * model.num_experts_per_token,
+        room=tokens * room * model.expert_mlp_dim / tensor,
     )
 
 
@@ -139,6 +144,17 @@ def working_bytes(job: Job, of: Sizes) -> Numbers:
     activations of the MLP and seven streams, in compute dtype (measured on compiled programs)."""
     hidden = np.maximum(of.mlp, of.routed + of.exchanged) if job.model.num_experts else of.mlp
     return 7 * job.compute_bytes * (hidden + of.entry) + 4 * (of.keys_seen - of.key)
+
+
+def compiled_working_bytes(job: Job, of: Sizes) -> Numbers:
+    """Likewise of our own program, whose experts work in buffers with room for all that may arrive; and TPUs' grouped
+    products give float32: three at once, beside six of what is made of them."""
+    if not job.model.num_experts:
+        return working_bytes(job, of)
+    short = job.compute_bytes
+    of_experts = 3 * 4 + 6 * short if job.cluster.torus else 7 * short
+    hidden = np.maximum(7 * short * of.mlp, of_experts * of.room)
+    return hidden + 7 * short * of.entry + 4 * (of.keys_seen - of.key)
 
 
 def operand_bytes(job: Job, of: Sizes) -> LayerBytes:

@@ -29,6 +29,7 @@ from jaxpar.planning.activations import (
     LayerBytes,
     Numbers,
     chunk_bytes,
+    compiled_working_bytes,
     kept_by_all,
     kept_by_name,
     operand_bytes,
@@ -303,7 +304,7 @@ class Footprint:
         own, embedding, head, tied = self._own, self._embedding, self._head, job.model.tie_embeddings
         last = embedding if tied else head
         parameters, sums, optimizer = self._state(own + embedding + head)
-        others: dict[str, Numbers] = {"working": working_bytes(job, of)}
+        others: dict[str, Numbers] = {"working": compiled_working_bytes(job, of)}
         if job.mesh["pipe"] > 1:
             return self._of_stage(parameters, optimizer)
         if job.zero == 3:
@@ -331,7 +332,7 @@ class Footprint:
         whole, part = self._own.whole + ends, self._own.whole / cases.chunks
         self._operands = self._mixed(operand_bytes(job, of)) * (cases.layers / cases.chunks)
         others = {
-            "working": working_bytes(job, of),
+            "working": compiled_working_bytes(job, of),
             "between stages": cases.slots * short * of.stream,
             "waiting weight gradients": cases.waiting * self._operands,
             "gathered weights": short * ((whole if job.zero == 3 else ends) + np.where(cases.chunks > 1, part, 0.0)),
