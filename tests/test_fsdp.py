@@ -11,7 +11,9 @@ from jaxpar.parallel.fsdp import Folds, gathered, reduce_scatter
 from meshes import build_mesh, num_torus_dims, torus_factors
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((16, 3), 0), ((1, 16, 3), 1), ((2, 16, 3, 5), 1), ((2, 3, 16), 2)])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((16, 3), 0), ((1, 16, 3), 1), ((2, 16, 3, 5), 1), ((2, 3, 16), 2), ((3, 16), 1)]
+)
 @pytest.mark.parametrize("factors", [(("fsdp", (2, 2)),), (("fsdp", (4,)), ("context", (2,)))])
 def test_steps_end_where_one_step_does(factors, shape, dim):
     mesh = build_mesh("fsdp=4,context=2", devices=jax.devices()[:8])

@@ -29,6 +29,8 @@ from jaxpar.parallel import collectives
 from jaxpar.parallel.axes import TOKEN_AXES
 
 GATHERED = "gathered_weight"
+LANES = 128
+"""Of a row of a TPU's memory."""
 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]
 """Which dims of an array are cut over which mesh axes, in the order in which they are gathered."""
@@ -133,9 +135,18 @@ def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts, folds: Folds = IN_O
             # Within a stack, before two dims more, TPUs' compiler makes an all-reduce of it.
             addends = addends.reshape(*before, addends.shape[dim], -1)
         for step in folds.scatters(axes):
-            addends = collectives.reduce_scatter(addends, step.axes, dim, step.groups)
+            if folds != IN_ONE and dim == addends.ndim - 1 == 1 and _is_narrow(addends, step):
+                # Of parts of less than a row of their memory TPUs' compiler makes an all-reduce.
+                addends = collectives.reduce_scatter(addends.T, step.axes, 0, step.groups).T
+            else:
+                addends = collectives.reduce_scatter(addends, step.axes, dim, step.groups)
         addends = addends.reshape(*before, -1, *after)
     return addends
+
+
+def _is_narrow(x: Float[Array, "R D"], step: Step) -> bool:
+    ranks = len(step.groups[0]) if step.groups else lax.axis_size(step.axes)
+    return x.shape[1] // ranks % LANES > 0
 
 
 def save_all_but_gathered(primitive, *inputs, **params) -> bool:
