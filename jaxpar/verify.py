@@ -20,6 +20,7 @@ from jaxpar.audit.topology import gpu_devices
 from jaxpar.config import Config, DataConfig, OptimizerConfig
 from jaxpar.parallel.axes import BATCH_AXES, PARAMETER_RULES, mesh_axes, partition_spec
 from jaxpar.parallel.batch import Batch
+from jaxpar.parallel.fsdp import IN_ONE, Folds
 from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.kinds import KINDS
 from jaxpar.parallel.pipeline.program import Program
@@ -40,6 +41,18 @@ SCALARS_BYTES = 1024
 """What losses and norms may add to a collective that they are combined with: no formula counts them."""
 MAX_DEVICES = 32
 _EXCHANGES = ("all-to-all", "ragged-all-to-all")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a step is compiled for, as far as its traffic depends on that."""
+
+    platform: str
+    device_kind: str = ""
+    folds: Folds = IN_ONE
+
+
+H100 = Target("gpu")
 
 
 @dataclass(frozen=True)
@@ -260,9 +273,9 @@ def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax
         return lowered.compile()
 
 
-def expected_traffic(config: Config, mesh: Mapping[str, int]) -> Traffic:
+def expected_traffic(config: Config, mesh: Mapping[str, int], target: Target = H100) -> Traffic:
     """What the strategies' formulas say that `compiled_traffic` finds."""
-    settings, schedule = traffic_settings(config, mesh), pipelines.make_schedule(config, mesh["pipe"])
+    settings, schedule = traffic_settings(config, mesh, target), pipelines.make_schedule(config, mesh["pipe"])
     if schedule is None or _is_known(schedule):
         return step_traffic(config.model, settings)
     if lengths := pipelines.slice_lengths(config, mesh, schedule):
@@ -275,8 +288,7 @@ def _is_known(schedule: Schedule) -> bool:
     return schedule.kind not in looped.KINDS and schedule.num_slices == 1
 
 
-def traffic_settings(config: Config, mesh: Mapping[str, int]) -> TrafficSettings:
-    """For a step compiled for GPUs."""
+def traffic_settings(config: Config, mesh: Mapping[str, int], target: Target = H100) -> TrafficSettings:
     dtypes, schedule = Precision.of(config.run), pipelines.make_schedule(config, mesh["pipe"])
     stages = None
     if schedule is not None:
@@ -293,14 +305,15 @@ def traffic_settings(config: Config, mesh: Mapping[str, int]) -> TrafficSettings
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
         num_microbatches=config.parallel.grad_accumulation,
-        compute_bytes=dtypes.compute.itemsize,
-        reduce_bytes=dtypes.reduce.itemsize,
+        compute_bytes=dtypes.compute.itemsize if target.platform != "cpu" else max(4, dtypes.compute.itemsize),
+        reduce_bytes=dtypes.reduce.itemsize if target.platform != "cpu" else max(4, dtypes.reduce.itemsize),
         sequence_parallel=config.parallel.sequence_parallel,
         reshard_after_forward=pipelines.reshards(config.parallel.reshard_after_forward, mesh["pipe"]),
         remat=config.parallel.remat,
         zero=config.parallel.zero,
         context=pipelines.context_strategy(config, mesh, schedule),
-        dispatch=setup.expert_strategy(config, "gpu"),
+        dispatch=setup.expert_strategy(config, target.platform, target.device_kind),
+        folds=target.folds,
         stages=stages,
     )
 

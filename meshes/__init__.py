@@ -2,7 +2,7 @@
 
 from meshes.chips import CHIPS, chip, find_chip, peak_of
 from meshes.clusters import Cluster, Level, cluster_of, load_cluster
-from meshes.mesh import MESH_AXES, build_mesh, num_devices_of, parse_mesh, torus_factors
+from meshes.mesh import MESH_AXES, build_mesh, num_devices_of, num_torus_dims, parse_mesh, torus_factors
 from meshes.peak import PeakFlops, peak_flops
 from meshes.spec import Chip, Link
 
@@ -20,6 +20,7 @@ __all__ = [
     "find_chip",
     "load_cluster",
     "num_devices_of",
+    "num_torus_dims",
     "parse_mesh",
     "peak_flops",
     "peak_of",

@@ -104,6 +104,17 @@ def torus_factors(mesh: Mesh, axis: str) -> tuple[int, ...]:
     return tuple(factors) or (1,)
 
 
+def num_torus_dims(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Of a TPU slice's torus, those along which the ranks of these axes together have more than two places; 0 for other
+    devices."""
+    rest = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
+    devices = mesh.devices[rest].ravel()
+    if devices[0].platform != "tpu":
+        return 0
+    coords = np.array([device.coords for device in devices])
+    return sum(len(np.unique(places)) > 2 for places in coords.T)
+
+
 def _granules(devices: Sequence[jax.Device]) -> tuple[list[list[jax.Device]], str]:
     """Groups of devices with only fast links inside, and the attribute that tells them apart."""
     is_tpu = devices[0].platform == "tpu"

@@ -13,7 +13,7 @@ from jaxpar.audit.hlo import read_collectives
 from jaxpar.audit.hlo_text import Module
 from jaxpar.audit.planned import cluster_of, job_of, step_flops
 from jaxpar.audit.topology import Topology
-from jaxpar.audit.work import Work, touched_bytes
+from jaxpar.audit.work import Duplicates, Work, touched_bytes
 from jaxpar.config import Config, DataConfig, ParallelConfig
 from models.config import ModelConfig
 
@@ -21,7 +21,7 @@ H100 = Topology.parse("h100:1x8")
 MODEL = ModelConfig(vocab_size=512, embed_dim=256, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=1024)
 CONFIG = Config(model=MODEL, data=DataConfig(batch_size=16, seq_len=128), parallel=ParallelConfig(mesh="fsdp=8"))
 KEYS = {"compile_seconds", "memory_bytes", "planned_memory_bytes", "fits", "flops", "estimated_cycles", "collectives"}
-KEYS |= {"planned_collectives", "surprises", "estimated_step_seconds", "estimated_mfu"}
+KEYS |= {"planned_collectives", "surprises", "remat_duplicates", "estimated_step_seconds", "estimated_mfu"}
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,17 @@ def on_h100s(cache):
     return report.audit(CONFIG, H100, 300)
 
 
+def check_traffic(found):
+    for axes, ops in found.planned.items():
+        for op, size in ops.items():
+            assert found.collectives[axes][op]["bytes"] == pytest.approx(size, rel=0.01, abs=1024)
+    assert found.surprises == ()
+
+
 def test_the_program_does_what_the_plan_says(on_h100s):
     assert on_h100s.program.attention == "cudnn"
     assert on_h100s.flops == pytest.approx(on_h100s.planned_flops, rel=0.02)
-    for axes, ops in on_h100s.planned.items():
-        for op, size in ops.items():
-            assert on_h100s.collectives[axes][op]["bytes"] == pytest.approx(size, rel=0.01, abs=1024)
-    assert on_h100s.surprises == ()
+    check_traffic(on_h100s)
     assert on_h100s.fits
     assert 0 < on_h100s.mfu < 1
     assert on_h100s.seconds.step > on_h100s.seconds.compute > 0
@@ -120,6 +124,18 @@ def test_a_tpu_slice(cache):
     kept = job_of(config, cluster_of(topology), found.program.mesh).replace(remat="none")
     assert step_flops(kept, "splash", False) <= found.flops <= 1.02 * found.planned_flops
     assert "libtpu" in found.program.versions
+    check_traffic(found)
+    # Of a chip's memory, not of all that was ever there.
+    assert 0 < found.program.temporaries < found.program.total < 0.1 * found.limit
+
+
+def test_emulated_devices(cache):
+    """Which send 16-bit floats as 32-bit ones."""
+    found = report.audit(CONFIG, Topology.parse("cpu:8"), 300)
+    assert found.program.attention == "tiled"
+    assert found.flops == pytest.approx(found.planned_flops, rel=0.02)
+    assert found.estimated_cycles is None
+    check_traffic(found)
 
 
 def test_time_runs_out(cache, monkeypatch):
@@ -212,6 +228,43 @@ def test_loops_count_as_often_as_they_run():
     known = '  %l = f32[8,4] while(%s), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}'
     work = Work(module(start + known, LOOP))
     assert (work.flops, work.estimated_cycles) == (5 * 2 * 8 * 4 * 4, 35)
+
+
+DUPLICATES = """\
+%again (q: f32[8,4], w: f32[4,4]) -> f32[8,4] {
+  %q = f32[8,4] parameter(0)
+  %w = f32[4,4] parameter(1)
+  ROOT %dot.1.remat = f32[8,4] dot(%q, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4] parameter(0)
+  %v = f32[4,4] constant(0)
+  %fusion.7 = f32[8,4] fusion(%p, %v), kind=kOutput, calls=%again.clone
+  %fusion.7.remat = f32[8,4] fusion(%p, %v), kind=kOutput, calls=%again
+  ROOT %dot.3.remat2.1 = f32[8,4] dot(%fusion.7.remat, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%again.clone (q: f32[8,4], w: f32[4,4]) -> f32[8,4] {
+  %q = f32[8,4] parameter(0)
+  %w = f32[4,4] parameter(1)
+  ROOT %dot.1 = f32[8,4] dot(%q, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%cond (p: f32[8,4]) -> pred[] {
+  %q = f32[8,4] parameter(0)
+  ROOT %r = pred[] custom-call(%q)
+}
+"""
+
+
+def test_what_the_compiler_computes_again():
+    """As often as it runs: a fusion once with what is in it, and neither a view nor another's metadata."""
+    loop = '  %l = f32[8,4] while(%s), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}\n'
+    others = '  %b.remat = f32[4,8] bitcast(%l)\n  %n = f32[4,8] negate(%b.remat), metadata={op_name="jit/.remat"}'
+    work = Work(module("  %s = f32[8,4] parameter(0)\n" + loop + others, DUPLICATES))
+    assert work.duplicates == Duplicates(count=5 * 2, flops=5 * 2 * 2 * 8 * 4 * 4)
+    assert work.flops == 5 * 3 * 2 * 8 * 4 * 4
 
 
 def test_a_fusion_touches_only_the_slice_that_it_takes():

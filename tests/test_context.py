@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention_report import (
     SHORT_BLOCK,
@@ -29,6 +30,8 @@ from jaxpar.attention_report import (
 from jaxpar.audit.hlo import read_collectives
 from jaxpar.kernels.mask import AttentionMask
 from jaxpar.parallel.context import ContextStrategy
+from jaxpar.parallel.context.allgather import gather, gather_in_sequence
+from jaxpar.parallel.context.order import in_sequence
 from jaxpar.planning.attention import AttentionSize, attention_plan, causal_flops, documents
 from meshes import build_mesh
 
@@ -241,3 +244,31 @@ def test_the_command():
     done = subprocess.run([*command, "--window=0"], env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: --window 0")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gathered_in_the_sequences_order(order):
+    """As `in_sequence` has it of what is gathered in the ranks' order, and its gradient."""
+    mesh = build_mesh("context=4,data=2", devices=jax.devices()[:8])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 32, 3)))
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 2, 5, 32, 3)))
+    part = P(None, None, "context", None)
+
+    def total(gather):
+        def local(x, weights):
+            return jnp.sum(gather(x) * weights[0])[None]
+
+        region = jax.shard_map(local, in_specs=(part, P("context")), out_specs=P("context"), check_vma=False)
+        return jax.value_and_grad(lambda x: jnp.sum(region(x, jax.reshard(weights, P("context")))))
+
+    def in_two_steps(x):
+        whole = gather(jnp.swapaxes(x, 1, 2), "context")
+        return jnp.swapaxes(in_sequence(order, whole, 4), 1, 2)
+
+    with jax.set_mesh(mesh):
+        placed = jax.reshard(x, part)
+        got = total(lambda x: gather_in_sequence(order, x, "context", 4))(placed)
+        want = total(in_two_steps)(placed)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-12)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-12)
+    assert np.abs(want[1]).max() > 0.1

@@ -438,23 +438,26 @@ CHAINED = """\
   ROOT %e = f32[128]{0} custom-call(%g), custom_call_target="AsyncCollectiveDone"
 }
 
-%scatter (q: f32[64]) -> f32[32] {
+%scatter (q: f32[64]) -> f32[36] {
   %q = f32[64]{0} parameter(0)
   %i = s32[] constant(0)
-  %r = f32[64]{0} all-reduce(%q), channel_id=4, GROUPS, to_apply=%sum
-  ROOT %o = f32[32]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={32}
+  %z = f32[] constant(0)
+  %w = f32[72]{0} pad(%q, %z), padding=0_8
+  %r = f32[72]{0} all-reduce(%w), channel_id=4, GROUPS, to_apply=%sum
+  ROOT %o = f32[36]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={36}
 }
 """.replace("GROUPS", "replica_groups=[4,2]<=[8]")
 
 
 def test_what_tpus_fuse_collectives_with():
-    """Steps of a gather beside a matmul are one gather; a reduction of which each keeps a slice is a reduce-scatter."""
+    """Steps of a gather beside a matmul are one gather; a reduction of which each keeps a slice is a reduce-scatter,
+    of what was padded for it."""
     body = (
         "  %a = f32[8,8]{1,0} constant(0)\n"
         "  %s = (f32[64]{0}, f32[128]{0}) fusion(%p), kind=kCustom, calls=%begin\n"
         "  %m = f32[8,8]{1,0} fusion(%p, %a), kind=kOutput, calls=%beside\n"
         "  %e = f32[128]{0} fusion(%p), kind=kCustom, calls=%end\n"
-        "  %o = f32[32]{0} fusion(%p), kind=kCustom, calls=%scatter"
+        "  %o = f32[36]{0} fusion(%p), kind=kCustom, calls=%scatter"
     )
     found = read_collectives(module(body, before=CHAINED), X2Y2Z2)
     assert [(c.op, c.bytes, c.count, c.beside) for c in found] == [

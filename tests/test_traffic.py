@@ -9,7 +9,8 @@ import itertools
 import pytest
 
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
-from jaxpar.verify import agree, compiled_traffic, expected_traffic
+from jaxpar.parallel.fsdp import Folds
+from jaxpar.verify import Target, agree, compiled_traffic, expected_traffic
 from meshes import MESH_AXES
 from models.config import ModelConfig
 
@@ -218,3 +219,15 @@ def test_a_pipeline_with_what_lies_in_its_stages(mesh, kind, parallel, model):
     for axes, ops in expected.items():
         for op, num_bytes in ops.items():
             assert 0 <= found[axes][op]["bytes"] - num_bytes <= 64  # scalars
+
+
+def test_a_reduce_scatter_in_steps_counts_each_by_what_it_starts_from():
+    asked, mesh = config(), sizes(fsdp=16, context=2)
+    folds = Folds((("fsdp", (4, 4)), ("context", (2,))))
+    in_one = expected_traffic(asked, mesh)
+    in_steps = expected_traffic(asked, mesh, Target("tpu", folds=folds))
+    whole = 4 * (KERNELS + HEAD)
+    assert in_one["fsdp+context"].pop("reduce-scatter") == whole
+    assert in_steps["context"].pop("reduce-scatter") == whole
+    assert in_steps["fsdp"].pop("reduce-scatter") == whole // 2 + whole // 8
+    assert {axes: ops for axes, ops in in_steps.items() if ops} == in_one

@@ -30,11 +30,14 @@ from jaxpar.audit.topology import TPU_ENVIRONMENT, Topology, devices_of
 from jaxpar.config import Config
 from jaxpar.kernels.attention import Kernel
 from jaxpar.parallel.axes import PARAMETER_RULES, mesh_axes, partition_spec
+from jaxpar.parallel.fsdp import Folds
 from jaxpar.training import compiler_options, optimizers, runtime, setup
 from jaxpar.training.model import Model
 from jaxpar.training.step import abstract_batch, abstract_state, make_step
 
 _PROGRAM, _FACTS = "program.hlo.gz", "facts.json"
+_FORMAT = "2"
+"""Of what is kept: another one for other facts, or for facts of another meaning."""
 _CUDNN = 91200
 """Of the version that attention kernels are asked for, where there is no cuDNN to tell its own."""
 
@@ -66,12 +69,14 @@ class Program:
     aliased: int
     """Of the outputs, what lies in arguments' place."""
     temporaries: int
+    """What is set aside for them; see `_temporaries`."""
     compile_seconds: float
     """When it was compiled."""
     options: dict[str, str | bool]
     attention: Kernel
     """The kernel for a whole sequence."""
     mesh: dict[str, int]
+    folds: Folds
     device_kind: str
     parameters: tuple[Parameter, ...]
     versions: str
@@ -125,8 +130,10 @@ def _load(directory: Path, was_cached: bool) -> Program:
 
     facts = json.loads((directory / _FACTS).read_text())
     parameters = tuple(map(parameter, facts.pop("parameters")))
+    factors, wide = facts.pop("folds")
+    folds = Folds(tuple((axis, tuple(own)) for axis, own in factors), frozenset(map(frozenset, wide)))
     hlo = gzip.decompress((directory / _PROGRAM).read_bytes()).decode()
-    return Program(hlo, parameters=parameters, was_cached=was_cached, **facts)
+    return Program(hlo, folds=folds, parameters=parameters, was_cached=was_cached, **facts)
 
 
 def lower(config: Config, devices: Sequence[jax.Device], platform: str) -> tuple[jax.stages.Lowered, Model, Mesh]:
@@ -155,7 +162,7 @@ def _child(work: Path, text: str, cache: str) -> None:
     options = compiler_options.resolve(config.run.compiler_options, topology.platform, model.sends_ragged)
 
     versions = _versions(topology.platform)
-    parts = (lowered.as_text(), text, versions, json.dumps(options), str(devices[0].device_kind))
+    parts = (lowered.as_text(), text, versions, json.dumps(options), str(devices[0].device_kind), _FORMAT)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     place = Path(cache) / key if cache else work / key
     was_cached = (place / _FACTS).exists()
@@ -168,11 +175,12 @@ def _child(work: Path, text: str, cache: str) -> None:
             "arguments": memory.argument_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
             "aliased": memory.alias_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
+            "temporaries": _temporaries(memory, topology),
             "compile_seconds": seconds,
             "options": options,
             "attention": model.layout.attention_kernel,
             "mesh": dict(mesh.shape),
+            "folds": [model.layout.folds.factors, [sorted(axes) for axes in model.layout.folds.wide]],
             "device_kind": devices[0].device_kind,
             "parameters": [dataclasses.asdict(each) for each in _parameters(model, mesh)],
             "versions": versions,
@@ -187,6 +195,15 @@ def _child(work: Path, text: str, cache: str) -> None:
         with contextlib.suppress(OSError):  # it is there by now
             staged.rename(place)
     (work / "answer.json").write_text(json.dumps({"directory": str(place), "was_cached": was_cached}))
+
+
+def _temporaries(memory: Any, topology: Topology) -> int:
+    """On TPUs by the peak, arguments included, which is what their compiler's buffers take and holds against a chip's
+    memory: its `temp_size_in_bytes` is a sum that may exceed that memory in a program that fits."""
+    if topology.platform != "tpu":
+        return memory.temp_size_in_bytes
+    others = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.peak_memory_in_bytes - others
 
 
 def _answer_for_cudnn() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from jaxpar.audit.hlo import UNKNOWN, Collective
 from jaxpar.audit.hlo_text import Computation, Instruction
-from jaxpar.audit.work import Work, instruction_flops, own_cycles, runs_on_its_own, touched_bytes
+from jaxpar.audit.work import Work, own_cycles, runs_on_its_own, touched_bytes
 from jaxpar.planning.calibration import ChipCalibration
 from jaxpar.planning.collectives import bus_factor
 from meshes.chips import peak_of
@@ -66,10 +66,10 @@ def estimate(
         if instruction.opcode.endswith(("-start", "-done", "-update")) or instruction in computation.collectives:
             return 0.0
         if instruction.opcode == "custom-call":
-            return instruction_flops(computation, instruction) / 2 / kernel_peak  # they skip what the mask hides
+            return work.own_flops(computation, instruction) / 2 / kernel_peak  # they skip what the mask hides
         if has_cycles:
             return own_cycles(computation, instruction) / CLOCKS[chip.name]
-        flops = work.of(instruction_flops, computation, instruction)
+        flops = work.of(work.own_flops, computation, instruction)
         return max(flops / peak, touched_bytes(work.module, computation, instruction) / bandwidth)
 
     exposed: dict[str, float] = {}

@@ -95,7 +95,7 @@ def collectives_of(work: Work, mesh: Mapping[str, int]) -> list[Collective]:
             if group_size > 1:
                 op = _op(computation, instruction)
                 times = group_size if op == "all-gather" else 1
-                types = [computation.instructions[name].type for name in _operands(instruction)]
+                types = [_unpadded(computation, name) for name in _operands(instruction)]
                 window = windows.get((computation.name, instruction.name))
                 collectives.append(
                     Collective(
@@ -131,6 +131,13 @@ def _operands(instruction: Instruction) -> list[str]:
     operands = instruction.operands
     # Of a ragged all-to-all then come the output's buffer, offsets and sizes.
     return operands[:1] if instruction.opcode.startswith("ragged-all-to-all") else operands
+
+
+def _unpadded(computation: Computation, name: str) -> str:
+    """The type of an operand. TPUs pad what they reduce and scatter to parts of a size that their memory likes: what is
+    added is no one's data."""
+    instruction = computation.instructions[name]
+    return computation.instructions[instruction.operands[0]].type if instruction.opcode == "pad" else instruction.type
 
 
 def _op(computation: Computation, instruction: Instruction) -> str:

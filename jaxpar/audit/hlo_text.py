@@ -37,6 +37,7 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"(?:pred|[a-z]+(\d+)\w*)\[([^\]]*)\]")
 _INDEX = re.compile(r"\bindex=(\d+)")
+_REMAT = re.compile(r"\.remat\d*(?:\.|$)")
 
 
 class Instruction(NamedTuple):
@@ -58,6 +59,11 @@ class Instruction(NamedTuple):
     def op_name(self) -> str:
         """Where in the JAX program it is from; "" if XLA does not say."""
         return first(_OP_NAME, self.rest) or ""
+
+    @property
+    def is_duplicate(self) -> bool:
+        """Whether the compiler computes again, of its own accord, what another instruction computes."""
+        return _REMAT.search(self.name) is not None
 
     @property
     def callees(self) -> list[tuple[str, str]]:

@@ -9,8 +9,11 @@ from jaxpar.audit.topology import Topology
 from jaxpar.config import Config
 from jaxpar.kernels.attention import RESULT, Kernel
 from jaxpar.kernels.mask import AttentionMask
+from jaxpar.parallel import expert
 from jaxpar.parallel.axes import padded_vocab
+from jaxpar.parallel.context.halves import computed_share
 from jaxpar.parallel.context.order import needed_shifts
+from jaxpar.parallel.expert import ExpertStrategy
 from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.planning.attention import AttentionSize, attention_plan
@@ -21,6 +24,7 @@ from jaxpar.planning.flops import (
     recomputed_flops_per_token,
 )
 from jaxpar.planning.job import Job
+from jaxpar.planning.shapes import num_moe_layers
 from jaxpar.training import pipelines
 from jaxpar.training.precision import Precision
 from meshes.clusters import Cluster, load_cluster
@@ -80,10 +84,19 @@ def tiles_per_call(job: Job) -> float:
     return max(plan.tiles_per_rank) / _rounds(job)
 
 
+def filled_rows(job: Job, dispatch: ExpertStrategy) -> float:
+    """The share of the rows of experts' buffers that balanced routing fills, where there is room for any."""
+    model = job.model
+    if not model.num_experts or dispatch.dispatch == "capacity":
+        return 1.0
+    room = expert.arrivals(1, job.mesh["expert"], model.num_experts, model.num_experts_per_token)
+    return model.num_experts_per_token / room
+
+
 def step_flops(job: Job, attention: Kernel, spreads_head: bool) -> float:
-    """FLOPs of one device, the one that has most: of matmuls, those that the backward pass runs again included, and of
-    attention as `audit.work` counts it: by a kernel in full, in tiles of those that the mask admits, of whose five
-    products in the backward pass one is the scores again."""
+    """FLOPs of one device, the one that has most, under balanced routing: of matmuls, those that the backward pass runs
+    again included, and of attention as `audit.work` counts it: by a kernel in full, in tiles of those that the mask
+    admits, of whose five products in the backward pass one is the scores again."""
     model, remat, stages = job.model, job.remat_policy, job.mesh["pipe"]
     tokens = job.tokens_per_step / job.num_devices
     square = attention_flops_per_token(model, job.seq_len, causal=False)
@@ -92,19 +105,34 @@ def step_flops(job: Job, attention: Kernel, spreads_head: bool) -> float:
     attention_again = 0 if remat.keeps_all or RESULT in remat.saves else 1
     again = recomputed_flops_per_token(model, job.seq_len, remat) - attention_again * square
     if not remat.keeps_all and remat.every == 1 and "mlp_out" not in remat.saves:
-        again -= 2 * model.num_layers * model.embed_dim * model.mlp_dim  # which nobody needs again
+        num_dense_layers = model.num_layers - num_moe_layers(model)
+        again -= 2 * num_dense_layers * model.embed_dim * model.mlp_dim  # which nobody needs again
     forwards = 1.0
     if stages > 1 and not job.pipeline_residuals:
         forwards += 1.0  # a stage keeps its input alone
-    if attention == "tiled":
+    if is_tiled(job, attention):
         of_attention = _attention_flops(job) * (forwards + attention_again + 2.5)
     else:
-        of_attention = tokens * square * (forwards + attention_again + 2)
+        of_attention = tokens * square * _kernels_share(job) * (forwards + attention_again + 2)
     # Of stages whose numbers of layers differ, the fullest.
     parts = stages * job.chunks
     fullest = -(-model.num_layers // parts) * parts / model.num_layers
     of_layers = tokens * ((forwards + 2) * layers + again) + of_attention
     return fullest * of_layers + tokens * 3 * head * (1 if spreads_head else stages)
+
+
+def is_tiled(job: Job, attention: Kernel) -> bool:
+    """Whether attention goes by tiles: in a ring whose rounds are no kernel's, whatever attends to a whole sequence."""
+    ranks, strategy = job.mesh["context"], job.context
+    if ranks == 1 or strategy.kind == "allgather" or strategy.group == ranks:
+        return attention == "tiled"
+    return not strategy.goes_by_halves(attention, job.model.sliding_window, job.seq_len // ranks)
+
+
+def _kernels_share(job: Job) -> float:
+    """Of all queries times all keys, what kernels are given."""
+    is_ring = job.context.kind == "exchange" and job.context.group == 1
+    return computed_share(job.context.order, job.mesh["context"]) if is_ring else 1.0
 
 
 def _attention_flops(job: Job) -> float:

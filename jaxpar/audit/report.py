@@ -9,16 +9,25 @@ from jaxpar.audit.compile import Parameter, Program, compile_step
 from jaxpar.audit.estimate import Estimate, estimate
 from jaxpar.audit.hlo import UNKNOWN, Collective, collectives_of
 from jaxpar.audit.hlo_text import Module
-from jaxpar.audit.planned import branches_taken, cluster_of, job_of, step_flops, tiles_per_call
+from jaxpar.audit.planned import (
+    branches_taken,
+    cluster_of,
+    filled_rows,
+    is_tiled,
+    job_of,
+    step_flops,
+    tiles_per_call,
+)
 from jaxpar.audit.topology import Topology
-from jaxpar.audit.work import Kernel, Work
+from jaxpar.audit.work import Duplicates, Kernel, Work
 from jaxpar.config import Config
-from jaxpar.parallel.axes import TOKEN_AXES
+from jaxpar.parallel.axes import STATE_RULES, TOKEN_AXES, gathered_axes
+from jaxpar.parallel.fsdp import IN_ONE, Folds
 from jaxpar.planning import flops as model_flops
 from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.memory import Memory, memory
 from jaxpar.planning.traffic import Traffic
-from jaxpar.verify import expected_traffic
+from jaxpar.verify import Target, expected_traffic, traffic_settings
 from meshes.chips import peak_of
 
 SURPRISING = 0.01
@@ -48,6 +57,7 @@ class Audit:
     planned_flops: float
     estimated_cycles: float | None
     kernels: tuple[Kernel, ...]
+    duplicates: Duplicates
     collectives: Totals
     """{axes: {op: {"count", "bytes", "overlapped_bytes"}}}"""
     exposed: tuple[Collective, ...]
@@ -87,6 +97,7 @@ class Audit:
             "flops": self.flops,
             "planned_flops": self.planned_flops,
             "estimated_cycles": self.estimated_cycles,
+            "remat_duplicates": {"count": self.duplicates.count, "flops": self.duplicates.flops},
             "kernels": [{"target": k.target, "op_name": k.op_name, "flops": k.flops} for k in self.kernels],
             "collectives": self.collectives,
             "planned_collectives": {
@@ -110,10 +121,12 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
     mesh = program.mesh
     cluster = cluster_of(topology)
     job = job_of(config, cluster, mesh)
-    dynamic_trips = tiles_per_call(job) if program.attention == "tiled" else 1.0
-    work = Work(Module.parse(program.hlo), branches_taken(config, mesh), dynamic_trips)
+    dynamic_trips = tiles_per_call(job) if is_tiled(job, program.attention) else 1.0
+    target = Target(topology.platform, program.device_kind, program.folds)
+    filled = filled_rows(job, traffic_settings(config, mesh, target).dispatch)
+    work = Work(Module.parse(program.hlo), branches_taken(config, mesh), dynamic_trips, filled)
     collectives = collectives_of(work, mesh)
-    planned = expected_traffic(config, mesh)
+    planned = expected_traffic(config, mesh, target)
     chip = cluster.chip
     calibration = calibration_table().of(chip).chip
     seconds = estimate(work, collectives, mesh, cluster, calibration, job.precision)
@@ -130,6 +143,7 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
         planned_flops=step_flops(job, program.attention, config.parallel.spread_head),
         estimated_cycles=work.estimated_cycles,
         kernels=tuple(work.kernels()),
+        duplicates=work.duplicates,
         collectives=found,
         exposed=tuple(exposed),
         planned=planned,
@@ -137,7 +151,7 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
             (
                 *unclaimed(found, planned),
                 *replicated(program.parameters, mesh),
-                *gathered_activations(collectives, program.parameters, mesh),
+                *gathered_activations(collectives, program.parameters, mesh, program.folds),
             )
         ),
         seconds=seconds,
@@ -162,15 +176,22 @@ def unclaimed(found: Mapping[str, Mapping[str, Mapping[str, int]]], planned: Tra
     all_bytes = sum(op["bytes"] for ops in found.values() for op in ops.values())
     surprises = []
     for axes, ops in found.items():
-        for op, total in ops.items():
-            claimed = planned.get(axes, {}).get(op, 0)
-            beyond = total["bytes"] - claimed
-            if beyond > SURPRISING * all_bytes:
+        beyond = {op: total["bytes"] - planned.get(axes, {}).get(op, 0) for op, total in ops.items()}
+        # Of a gather or a reduce-scatter a compiler may make an all-reduce.
+        missing = sum(
+            max(0, size - ops.get(op, {"bytes": 0})["bytes"])
+            for op, size in planned.get(axes, {}).items()
+            if op in ("all-gather", "reduce-scatter")
+        )
+        if "all-reduce" in beyond:
+            beyond["all-reduce"] -= missing
+        for op, size in beyond.items():
+            if size > SURPRISING * all_bytes:
+                claimed = planned.get(axes, {}).get(op, 0)
                 said = f"{claimed / 1e9:.2f} GB are planned" if claimed else "no strategy sends that"
                 of = "devices in no axis's groups" if axes == "+".join(UNKNOWN) else axes
-                surprises.append(
-                    Surprise("unclaimed traffic", f"{op} over {of}: {total['bytes'] / 1e9:.2f} GB; {said}", beyond)
-                )
+                what = f"{op} over {of}: {ops[op]['bytes'] / 1e9:.2f} GB; {said}"
+                surprises.append(Surprise("unclaimed traffic", what, size))
     return surprises
 
 
@@ -187,19 +208,25 @@ def replicated(parameters: Sequence[Parameter], mesh: Mapping[str, int]) -> list
 
 
 def gathered_activations(
-    collectives: Sequence[Collective], parameters: Sequence[Parameter], mesh: Mapping[str, int]
+    collectives: Sequence[Collective], parameters: Sequence[Parameter], mesh: Mapping[str, int], folds: Folds = IN_ONE
 ) -> list[Surprise]:
     """All-gathers over axes that cut weights and batch, of what has no weight's size, from 1% of all traffic."""
     all_bytes = sum(each.bytes * each.count for each in collectives)
     sizes: set[int] = set()
     for parameter in parameters:
-        others = [axis for axis in parameter.axes if axis not in TOKEN_AXES and axis != "data"]
+        others = [axis for axis in parameter.axes if axis not in gathered_axes(parameter.logical)]
         whole = math.prod(parameter.shape) // math.prod(mesh[axis] for axis in others)
-        layers = parameter.shape[0] // mesh["pipe"] if parameter.logical[0] == "layers" else 1
-        sizes |= {whole, whole // layers}  # all that a stage has, or a layer's
+        is_layers = parameter.logical[0] == "layers"
+        layers = parameter.shape[0] // mesh["pipe"] if is_layers else 1
+        over_stages = 1 if is_layers else math.prod(mesh[axis] for axis in others if axis == "pipe")
+        sizes |= {whole, whole // layers, whole * over_stages}  # all that a stage has, a layer's, a model's end
+        # What the first of several steps gives.
+        axes = tuple(axis for axis in STATE_RULES["embed"] if axis in parameter.axes and axis not in others)
+        parts = [math.prod(step.num_ranks(mesh) for step in folds.gathers(axes)[n:]) for n in (1, 2)]
+        sizes |= {size // part for size in (whole, whole // layers) for part in parts}
     surprises = []
     for each in collectives:
-        is_over_weights = not {*each.axes} - TOKEN_AXES - {"data"} and "context" not in each.axes
+        is_over_weights = not {*each.axes} - TOKEN_AXES and "context" not in each.axes
         if each.op != "all-gather" or not is_over_weights or each.bytes * each.count <= SURPRISING * all_bytes:
             continue
         if strange := [size for size in each.elements if size not in sizes]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxpar.audit.hlo_text import Computation, Instruction, Module
-from jaxpar.audit.work import Work, instruction_flops, runs_on_its_own
+from jaxpar.audit.work import Work, runs_on_its_own
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Window:
 
     def matmul(self, work: Work) -> str:
         """The name of what has the most FLOPs in it, loops included; "" if nothing has any."""
-        flops = {each.name: work.of(instruction_flops, self.computation, each) for each in self.between}
+        flops = {each.name: work.of(work.own_flops, self.computation, each) for each in self.between}
         most = max(flops, key=lambda name: flops[name], default="")
         return most if most and flops[most] > 0 else ""
 

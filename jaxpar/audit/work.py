@@ -6,7 +6,8 @@ admits) counts `dynamic_trips` times; of a conditional's branches the costliest 
 
 FLOPs are of dots and convolutions, a multiply-add as two (a convolution's by XLA's HloCostAnalysis: only pairs of
 input and window within bounds), of matmuls in cuBLAS's calls, and of attention kernels by convention: 4 x queries x
-keys x heads x head_dim forward, masked or not, and 8 backward.
+keys x heads x head_dim forward, masked or not, and 8 backward. Of grouped products, whose groups data decides, `filled`
+of the rows count.
 """
 
 import functools
@@ -28,6 +29,9 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _GROUPS = re.compile(r"(feature|batch)_group_count=(\d+)")
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
 _CYCLES = re.compile(r'"estimated_cycles":\s*"(\d+)"')
+_TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
+_UNKNOWN_CYCLES = 2**63 - 1
+_GROUPED = re.compile(r"grouped_(?:product|outer)\b|^ragged-dot-(?!metadata)|^tgmm\b")
 _SPLASH = re.compile(r"splash_\w*?(fwd|dq|dkv)")
 
 _FREE = frozenset(
@@ -46,26 +50,43 @@ class Kernel:
     """Of one execution."""
 
 
+@dataclass(frozen=True)
+class Duplicates:
+    """What the compiler computes again of its own accord, to save memory: it names such instructions `.remat`."""
+
+    count: int
+    """Executions in one run."""
+    flops: float
+    """Of one run, and of all that the instructions call."""
+
+
 _Own = Callable[[Computation, Instruction], float]
 
 
 class Work:
     """Sums over a module, of what one device does in one run."""
 
-    def __init__(self, module: Module, taken: Mapping[str, Fraction] | None = None, dynamic_trips: float = 1.0):
+    def __init__(
+        self,
+        module: Module,
+        taken: Mapping[str, Fraction] | None = None,
+        dynamic_trips: float = 1.0,
+        filled: float = 1.0,
+    ):
         self.module = module
         self.taken = taken or {}
         self._dynamic_trips = dynamic_trips
+        self._filled = filled
         self._totals: dict[tuple[_Own, str], float] = {}
 
     @functools.cached_property
     def flops(self) -> float:
-        return self.total(instruction_flops)
+        return self.total(self.own_flops)
 
     @functools.cached_property
     def kernel_flops(self) -> float:
         """Of `flops`, those of custom calls."""
-        return self.total(_custom_call_flops)
+        return self.total(self._kernel_flops)
 
     @functools.cached_property
     def estimated_cycles(self) -> float | None:
@@ -77,9 +98,23 @@ class Work:
         found = []
         for computation in self.module.computations.values():
             for instruction in computation.instructions.values():
-                if flops := _custom_call_flops(computation, instruction):
+                if flops := self._kernel_flops(computation, instruction):
                     found.append(Kernel(first(_TARGET, instruction.rest) or "", instruction.op_name, flops))
         return found
+
+    @functools.cached_property
+    def duplicates(self) -> Duplicates:
+        again = _called_by_duplicates(self.module)
+
+        def count(computation: Computation, instruction: Instruction) -> float:
+            is_part = instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update"))
+            return float(instruction.is_duplicate and not is_part and computation.name not in again)
+
+        def flops(computation: Computation, instruction: Instruction) -> float:
+            is_again = instruction.is_duplicate or computation.name in again
+            return self.own_flops(computation, instruction) if is_again else 0.0
+
+        return Duplicates(round(self.total(count)), self.total(flops))
 
     def total(self, own: _Own) -> float:
         """The sum of `own` over all that runs."""
@@ -100,6 +135,22 @@ class Work:
             times = self._dynamic_trips if trips is None else trips
         return total + times * sum(self._of_computation(own, name) for _, name in callees)
 
+    def own_flops(self, computation: Computation, instruction: Instruction) -> float:
+        """Of one execution, without what it calls."""
+        if instruction.opcode == "dot":
+            return _dot_flops(computation, instruction, first(_CONTRACTING, instruction.attributes) or "")
+        if instruction.opcode == "convolution":
+            return _convolution_flops(computation, instruction)
+        return self._kernel_flops(computation, instruction)
+
+    def _kernel_flops(self, computation: Computation, instruction: Instruction) -> float:
+        if instruction.opcode != "custom-call":
+            return 0.0
+        # TPUs' are called so, GPUs' are named among the call's attributes.
+        if _GROUPED.search(instruction.name) or (_TRITON in instruction.rest and _GROUPED.search(instruction.rest)):
+            return self._filled * _grouped_flops(computation, instruction)
+        return _custom_call_flops(computation, instruction)
+
     def _of_computation(self, own: _Own, name: str) -> float:
         if (own, name) not in self._totals:
             computation = self.module.computations[name]
@@ -107,22 +158,26 @@ class Work:
         return self._totals[own, name]
 
 
+def _called_by_duplicates(module: Module) -> frozenset[str]:
+    """The computations of what is computed again."""
+    found: set[str] = set()
+    callers = [each for computation in module.computations.values() for each in computation.instructions.values()]
+    callers = [each for each in callers if each.is_duplicate]
+    while callers:
+        called = {name for caller in callers for _, name in caller.callees} - found
+        found |= called
+        callers = [each for name in called for each in module.computations[name].instructions.values()]
+    return frozenset(found)
+
+
 def own_cycles(_: Computation, instruction: Instruction) -> float:
-    return float(first(_CYCLES, instruction.rest) or 0)
+    cycles = int(first(_CYCLES, instruction.rest) or 0)
+    return 0.0 if cycles == _UNKNOWN_CYCLES else float(cycles)
 
 
 def runs_on_its_own(instruction: Instruction) -> bool:
     """Whether it is a kernel, and not a name for a part of something or what calls further ones."""
     return instruction.opcode not in _FREE and instruction.opcode not in ("while", "conditional", "call")
-
-
-def instruction_flops(computation: Computation, instruction: Instruction) -> float:
-    """Of one execution, without what it calls."""
-    if instruction.opcode == "dot":
-        return _dot_flops(computation, instruction, first(_CONTRACTING, instruction.attributes) or "")
-    if instruction.opcode == "convolution":
-        return _convolution_flops(computation, instruction)
-    return _custom_call_flops(computation, instruction)
 
 
 def _dims(computation: Computation, name: str) -> tuple[int, ...]:
@@ -167,8 +222,6 @@ def _pairs_in_bounds(size: int, window: int, out: int, stride: int, lhs_dilate: 
 
 
 def _custom_call_flops(computation: Computation, instruction: Instruction) -> float:
-    if instruction.opcode != "custom-call":
-        return 0.0
     target = first(_TARGET, instruction.rest) or ""
     if target.startswith("__cublas"):
         return _dot_flops(computation, instruction, first(_CUBLAS_CONTRACTING, instruction.rest) or "")
@@ -182,15 +235,22 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> fl
 
 
 def _splash_flops(computation: Computation, instruction: Instruction, part: str) -> float:
-    """Of splash attention: queries [..., heads, S, head_dim] and keys [..., S, head_dim] are the first floats of three
-    dims and more."""
-    shapes = [
-        arrays(computation.instructions[name].type)[0][1]
-        for name in instruction.operands
-        if computation.instructions[name].type.startswith(("bf16", "f32", "f16"))
-    ]
-    q, k = [shape for shape in shapes if len(shape) >= 2][:2]
+    """Of splash attention: queries [..., heads, S, head_dim] and keys [..., S, head_dim] are its first matrices."""
+    q, k = _matrices(computation, instruction)[:2]
     return 4.0 * math.prod(q) * k[-2]
+
+
+def _grouped_flops(computation: Computation, instruction: Instruction) -> float:
+    """Of rows [R, D], its first matrix, by matrices [G, D, F], or by other rows [R, F] to [G, D, F]."""
+    rows = _matrices(computation, instruction)[0]
+    return 2.0 * math.prod(rows) * arrays(instruction.type)[0][1][-1]
+
+
+def _matrices(computation: Computation, instruction: Instruction) -> list[tuple[int, ...]]:
+    """Shapes of its operands of floats and two dims or more."""
+    types = [computation.instructions[name].type for name in instruction.operands]
+    shapes = [arrays(type_)[0][1] for type_ in types if type_.startswith(("bf16", "f32", "f16"))]
+    return [shape for shape in shapes if len(shape) >= 2]
 
 
 def touched_bytes(module: Module, computation: Computation, instruction: Instruction) -> float:

@@ -76,6 +76,9 @@ def _print(found) -> None:
     )
     if found.estimated_cycles is not None:
         table.add_row("cycles, without kernels", f"{found.estimated_cycles:.4g}", "", "")
+    if found.duplicates.count:
+        again = f"{found.duplicates.flops:.4g} ({found.duplicates.count} instructions)"
+        table.add_row("FLOPs, again by the compiler", again, "", "")
     console.print(table)
     traffic = Table("axis", "collective", "count", "GB", "planned", "difference", "beside a matmul", title="traffic")
     for column in traffic.columns[2:]:

@@ -90,14 +90,20 @@ def whole_sequence(
     if kernel == "tiled":
         return counted(q, k, v, tokens, tokens, mask, scale, block)
     if kernel == "splash":
+        k, v = heads_first(k), heads_first(v)
         return by_splash(q, k, v, tokens.segment_ids, tokens.segment_ids, mask, scale, np.arange(q.shape[1]))
     return module(kernel).attention(q, k, v, mask, scale), jnp.zeros((), jnp.int32)
 
 
+def heads_first(x: Float[Array, "B S G K"]) -> Float[Array, "B G S K"]:
+    """Keys or values as splash takes them; and back."""
+    return x.transpose(0, 2, 1, 3)
+
+
 def by_splash(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
+    k: Float[Array, "B G S K"],
+    v: Float[Array, "B G S K"],
     q_segments: Int[Array, "B T"],
     k_segments: Int[Array, "B S"],
     mask: AttentionMask,

@@ -47,8 +47,8 @@ class Queries:
 
 def attention(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
+    k: Float[Array, "B G S K"],
+    v: Float[Array, "B G S K"],
     q_segments: Int[Array, "B T"],
     k_segments: Int[Array, "B S"],
     mask: AttentionMask,
@@ -58,25 +58,33 @@ def attention(
 ) -> Float[Array, "B T H K"]:
     """Keys in the sequence's own order. Causal by place in the sequence, which in a document is causal by position.
     `interpret`: without a TPU, slowly."""
-    square = (k.shape[1], k.shape[1])
+    num_kv_heads, num_keys = k.shape[1:3]
+    square = num_keys, num_keys
     one = masks.CausalMask(square) if mask.window is None else masks.LocalMask(square, (mask.window - 1, 0), 0)
     one.q_sequence = queries.places.astype(np.int32)
-    splash = _kernel(one, q, k, mask.soft_cap, interpret, queries.num_parts, residual_checkpoint_name=RESULT)
+    sizes = q.shape[2] // num_kv_heads, q.shape[1], num_keys
+    splash = _kernel(one, sizes, mask.soft_cap, interpret, queries.num_parts, residual_checkpoint_name=RESULT)
     if queries.num_parts > 1:
         infos, settings = splash.tree_flatten()
         splash = splash.tree_unflatten(settings, [_part(info, queries) for info in infos])
-    out = _over_kv_heads(splash)(*_grouped(q, k, v, scale), kernel.SegmentIds(q_segments, k_segments))
-    return _ungrouped(out)
+    scaled = by_kv_heads(q * jnp.asarray(scale, q.dtype), num_kv_heads)
+    return ungrouped(_over_kv_heads(splash)(scaled, k, v, kernel.SegmentIds(q_segments, k_segments)))
 
 
 def _kernel(
-    one: masks.Mask, q: Array, k: Array, soft_cap: float | None, interpret: bool, num_parts: int = 1, **settings: Any
+    one: masks.Mask,
+    sizes: tuple[int, int, int],
+    soft_cap: float | None,
+    interpret: bool,
+    num_parts: int = 1,
+    **settings: Any,
 ) -> kernel.SplashAttentionKernel:
-    """For the query heads of one kv head, each under the same mask."""
-    shared = math.gcd(q.shape[1], k.shape[1])
+    """For the query heads of one kv head, each under the same mask; of (heads, queries, keys)."""
+    num_heads, num_queries, num_keys = sizes
+    shared = math.gcd(num_queries, num_keys)
     size = next(n for n in range(BLOCK, 0, -LANES) if shared % n == 0)
     return kernel.make_splash_mqa(
-        mask=masks.MultiHeadMask([one] * (q.shape[2] // k.shape[2])),
+        mask=masks.MultiHeadMask([one] * num_heads),
         head_shards=1,
         q_seq_shards=num_parts,
         block_sizes=kernel.BlockSizes(
@@ -105,16 +113,12 @@ def _over_kv_heads(function: Callable) -> Callable:
     return batched
 
 
-def _grouped(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array, Array]:
-    """q [B, G, H / G, T, K], scaled, and k and v [B, G, S, K]."""
-    return _by_kv_heads(q * jnp.asarray(scale, q.dtype), k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-
-
-def _by_kv_heads(x: Float[Array, "B T H ..."], num_kv_heads: int) -> Float[Array, "B G R T ..."]:
+def by_kv_heads(x: Float[Array, "B T H ..."], num_kv_heads: int) -> Float[Array, "B G R T ..."]:
+    """As the kernel takes queries: those of one kv head together."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], num_kv_heads, -1, *x.shape[3:]), 1, 3)
 
 
-def _ungrouped(x: Float[Array, "B G R T ..."]) -> Float[Array, "B T H ..."]:
+def ungrouped(x: Float[Array, "B G R T ..."]) -> Float[Array, "B T H ..."]:
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
@@ -141,39 +145,39 @@ Seen = Literal["all", "up to its own place", "before its own place"]
 
 
 def part_forward(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
+    q: Float[Array, "B G R T K"],
+    k: Float[Array, "B G S K"],
+    v: Float[Array, "B G S K"],
     q_segments: Int[Array, "B T"],
     k_segments: Int[Array, "B S"],
     seen: Seen,
     soft_cap: float | None,
-    scale: float,
     interpret: bool,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G R T"]]:
     """(attention to these keys alone, rounded to q's dtype, the scores' log-sum-exp in float32), to be merged with that
-    to others. A query that sees none has some finite output and a log-sum-exp far below any other."""
-    splash = _kernel(_part_mask(seen, q, k), q, k, soft_cap, interpret, save_residuals=True)
-    out, (lse,) = _over_kv_heads(splash)(*_grouped(q, k, v, scale), kernel.SegmentIds(q_segments, k_segments))
-    return _ungrouped(out), _ungrouped(lse)
+    to others, of queries that are scaled. One that sees no key has some finite output and a log-sum-exp far below any
+    other."""
+    splash = _part_kernel(seen, q, k, soft_cap, interpret, save_residuals=True)
+    out, (lse,) = _over_kv_heads(splash)(q, k, v, kernel.SegmentIds(q_segments, k_segments))
+    return out, lse
 
 
 def part_backward(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
+    q: Float[Array, "B G R T K"],
+    k: Float[Array, "B G S K"],
+    v: Float[Array, "B G S K"],
     q_segments: Int[Array, "B T"],
     k_segments: Int[Array, "B S"],
-    out: Float[Array, "B T H K"],
-    lse: Float[Array, "B T H"],
-    cotangent: Float[Array, "B T H K"],
+    out: Float[Array, "B G R T K"],
+    lse: Float[Array, "B G R T"],
+    cotangent: Float[Array, "B G R T K"],
     seen: Seen,
     soft_cap: float | None,
-    scale: float,
     interpret: bool,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
-    """What these keys add to the gradients of q, k and v; `out` and `lse` are over ALL keys that a query sees."""
-    splash = _kernel(_part_mask(seen, q, k), q, k, soft_cap, interpret)
+) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
+    """What these keys add to the gradients of q, as it is scaled, k and v; `out` and `lse` are over ALL keys that a
+    query sees."""
+    splash = _part_kernel(seen, q, k, soft_cap, interpret)
     names = "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function"
     settings: dict[str, Any] = {name: splash.kwargs[name] for name in (*names, "attn_logits_soft_cap", "interpret")}
 
@@ -182,12 +186,14 @@ def part_backward(
         # Splash's own differentiation knows no log-sum-exp over more keys than its own.
         return kernel._splash_attention_bwd(**settings, res=kept, do=cotangent)[3:6]
 
-    further = (_by_kv_heads(x, k.shape[2]) for x in (out, lse, cotangent.astype(q.dtype)))
     segments = kernel.SegmentIds(q_segments, k_segments)
-    dq, dk, dv = _over_kv_heads(gradients)(*_grouped(q, k, v, scale), segments, *further)
-    return _ungrouped(dq) * jnp.asarray(scale, dq.dtype), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+    return _over_kv_heads(gradients)(q, k, v, segments, out, lse, cotangent)
 
 
-def _part_mask(seen: Seen, q: Array, k: Array) -> masks.Mask:
-    shape = q.shape[1], k.shape[1]
-    return masks.FullMask(shape) if seen == "all" else masks.CausalMask(shape, -1 if seen.startswith("before") else 0)
+def _part_kernel(
+    seen: Seen, q: Array, k: Array, soft_cap: float | None, interpret: bool, **settings: Any
+) -> kernel.SplashAttentionKernel:
+    num_heads, num_queries, num_keys = q.shape[2], q.shape[3], k.shape[2]
+    shape = num_queries, num_keys
+    one = masks.FullMask(shape) if seen == "all" else masks.CausalMask(shape, -1 if seen.startswith("before") else 0)
+    return _kernel(one, (num_heads, num_queries, num_keys), soft_cap, interpret, **settings)

@@ -6,13 +6,17 @@ Collectives per step, in bytes of the whole weight W of a tensor rank (a ring mo
                     (`reshard_after_forward`), or once
     reduce-scatter  W x reduction dtype, per microbatch
 On TPUs a reduce-scatter goes along one dimension of the torus after another (`Folds`), which moves as much: of one over
-a whole slice their compiler makes an all-reduce, of which each rank keeps a part.
+a whole slice their compiler makes an all-reduce, of which each rank keeps a part. So it does of an all-gather along
+three dimensions, which goes in two steps.
 An expert's kernel is cut over (context, fsdp), and gathered over those alone: `expert` cuts the experts.
 Limits: an embed dim that the axes do not divide is not cut over them; its gradient is then summed once a step.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +25,74 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxpar.parallel import collectives
 from jaxpar.parallel.axes import TOKEN_AXES
 
 GATHERED = "gathered_weight"
+LANES = 128
+"""Of a row of a TPU's memory."""
 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]
 """Which dims of an array are cut over which mesh axes, in the order in which they are gathered."""
-Folds = tuple[tuple[str, tuple[int, ...]], ...]
-"""Mesh axes that a reduce-scatter takes in steps, with the steps' sizes, slowest first."""
+
+
+class Step(NamedTuple):
+    """Of a collective that goes in several."""
+
+    axes: tuple[str, ...]
+    factors: tuple[int, ...] = ()
+    """Of the one axis's size, slowest first; none where all of its ranks meet."""
+    digit: int = 0
+    """Those meet whose places along it differ in this digit alone."""
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        if len(self.factors) < 2:
+            return None
+        ranks = np.arange(math.prod(self.factors)).reshape(self.factors)
+        return np.moveaxis(ranks, self.digit, -1).reshape(-1, self.factors[self.digit]).tolist()
+
+    def num_ranks(self, sizes: Mapping[str, int]) -> int:
+        """That meet, on a mesh of these sizes."""
+        return self.factors[self.digit] if self.factors else math.prod(sizes[axis] for axis in self.axes)
+
+
+@dataclass(frozen=True)
+class Folds:
+    """How the torus of a TPU slice has collectives go in steps; by default they go in one."""
+
+    factors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Mesh axes that a reduce-scatter takes in steps, with the steps' sizes, slowest first."""
+    wide: frozenset[frozenset[str]] = frozenset()
+    """Sets of axes that a gather takes in steps."""
+
+    def scatters(self, axes: tuple[str, ...]) -> list[Step]:
+        """In order."""
+        factors = dict(self.factors)
+        if not any(axis in factors for axis in axes):
+            return [Step(axes)]
+        return [
+            Step((axis,), own, digit)
+            for axis in axes
+            for own in [factors.get(axis, ())]
+            for digit in range(max(1, len(own)))
+        ]
+
+    def gathers(self, axes: tuple[str, ...]) -> list[Step]:
+        """In order: the least first."""
+        if frozenset(axes) not in self.wide:
+            return [Step(axes)]
+        if len(axes) > 1:
+            return [*self.gathers(axes[-1:]), *self.gathers(axes[:-1])]
+        *slow, fast = dict(self.factors)[axes[0]]
+        return [Step(axes, (math.prod(slow), fast), digit) for digit in (1, 0)] if slow else [Step(axes)]
+
+
+IN_ONE = Folds()
 
 
 def gather(
-    weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype, folds: Folds = ()
+    weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype, folds: Folds = IN_ONE
 ) -> Float[Array, "..."]:
     """The weight in compute dtype, whole over the axes in `cuts`. Its gradient comes reduced to this rank's part, in
     `reduce_dtype`; the sum over further axes is left to the end of the step."""
@@ -41,20 +101,23 @@ def gather(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
 def _gather(weight, cuts, dtype, compute_dtype, reduce_dtype, folds):
-    return gathered(weight, cuts, compute_dtype)
+    return gathered(weight, cuts, compute_dtype, folds)
 
 
-def gathered(weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype) -> Float[Array, "..."]:
+def gathered(
+    weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype, folds: Folds = IN_ONE
+) -> Float[Array, "..."]:
     """Likewise, for what is not differentiated."""
     weight = weight.astype(compute_dtype)
     for dim, axes in cuts:
-        weight = lax.all_gather(weight, axes, axis=dim, tiled=True)
+        for step in folds.gathers(axes):
+            weight = lax.all_gather(weight, step.axes, axis=dim, tiled=True, axis_index_groups=step.groups)
     return checkpoint_name(weight, GATHERED)
 
 
 def _forward(weight, cuts, dtype, compute_dtype, reduce_dtype, folds):
     # Not _gather itself: a remat policy must see the gather, and does not see into a custom_vjp's primal.
-    return gathered(weight, cuts, compute_dtype), None
+    return gathered(weight, cuts, compute_dtype, folds), None
 
 
 def _backward(cuts, dtype, compute_dtype, reduce_dtype, folds, _, cotangent):
@@ -64,25 +127,26 @@ def _backward(cuts, dtype, compute_dtype, reduce_dtype, folds, _, cotangent):
 _gather.defvjp(_forward, _backward)
 
 
-def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts, folds: Folds = ()) -> Float[Array, "..."]:
+def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts, folds: Folds = IN_ONE) -> Float[Array, "..."]:
     """This rank's part of the sum over the ranks: what was gathered last is cut first."""
-    sizes = dict(folds)
     for dim, axes in reversed(cuts):
-        if not any(axis in sizes for axis in axes):
-            addends = lax.psum_scatter(addends, axes, scatter_dimension=dim, tiled=True)
-            continue
-        for axis in axes:
-            for groups in _steps(sizes.get(axis, ())):
-                addends = lax.psum_scatter(addends, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+        before, after = addends.shape[:dim], addends.shape[dim + 1 :]
+        if folds != IN_ONE and math.prod(before) > 1 and len(after) > 1:
+            # Within a stack, before two dims more, TPUs' compiler makes an all-reduce of it.
+            addends = addends.reshape(*before, addends.shape[dim], -1)
+        for step in folds.scatters(axes):
+            if folds != IN_ONE and dim == addends.ndim - 1 == 1 and _is_narrow(addends, step):
+                # Of parts of less than a row of their memory TPUs' compiler makes an all-reduce.
+                addends = collectives.reduce_scatter(addends.T, step.axes, 0, step.groups).T
+            else:
+                addends = collectives.reduce_scatter(addends, step.axes, dim, step.groups)
+        addends = addends.reshape(*before, -1, *after)
     return addends
 
 
-def _steps(factors: tuple[int, ...]) -> list[list[list[int]] | None]:
-    """The groups of ranks of each step: those whose places along the axis differ in one digit, the slowest first."""
-    if len(factors) < 2:
-        return [None]
-    ranks = np.arange(math.prod(factors)).reshape(factors)
-    return [np.moveaxis(ranks, digit, -1).reshape(-1, size).tolist() for digit, size in enumerate(factors)]
+def _is_narrow(x: Float[Array, "R D"], step: Step) -> bool:
+    ranks = len(step.groups[0]) if step.groups else lax.axis_size(step.axes)
+    return x.shape[1] // ranks % LANES > 0
 
 
 def save_all_but_gathered(primitive, *inputs, **params) -> bool:

@@ -90,7 +90,7 @@ class Layout(Placement):
             return zero.gather(value, cuts, self.reduce_dtype, self.folds)
         cuts = self.token_cuts(self._met_spec(weight), weight.axes)
         if isinstance(value, Observed | Apart):
-            return dataclasses.replace(value, weight=fsdp.gathered(value.weight, cuts, self.compute_dtype))
+            return dataclasses.replace(value, weight=fsdp.gathered(value.weight, cuts, self.compute_dtype, self.folds))
         if self.mesh is None or self._whole_axes(weight.axes) >= gathered_axes(weight.axes):
             return value.astype(self.compute_dtype)
         return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype, self.folds)
@@ -294,7 +294,7 @@ class Layout(Placement):
 
     def before_stages(self, weight: Float[Array, "..."], cuts: fsdp.Cuts, names: Sequence[str | None]) -> Array:
         """A parameter as `in_stages` has it: kernels and embeddings in compute dtype, gathered; vectors as they are."""
-        return fsdp.gathered(weight, cuts, self.compute_dtype) if "embed" in names else weight
+        return fsdp.gathered(weight, cuts, self.compute_dtype, self.folds) if "embed" in names else weight
 
     def summed(self, gradient: Float[Array, "..."], cuts: fsdp.Cuts) -> Array:
         """The ranks' addends to a gradient by what was gathered, reduced to this rank's part."""

@@ -3,6 +3,7 @@ which dims of a weight are gathered, when.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from jaxpar.parallel.context.order import permutation
 from jaxpar.parallel.parameter import Parameter
 from jaxpar.parallel.pipeline import executor, stack
 from jaxpar.parallel.pipeline.schedule import Schedule
-from meshes import MESH_AXES, torus_factors
+from meshes import MESH_AXES, num_torus_dims, torus_factors
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,12 @@ class Placement:
     @property
     def folds(self) -> fsdp.Folds:
         """On TPUs, of all axes that weights are cut over."""
-        if not self._is_on_tpus:
-            return ()
-        return tuple((axis, torus_factors(self.mesh, axis)) for axis in self.present(TOKEN_AXES))
+        if self.mesh is None or not self._is_on_tpus:
+            return fsdp.IN_ONE
+        axes = self.present(TOKEN_AXES)
+        factors = tuple((axis, torus_factors(self.mesh, axis)) for axis in axes)
+        sets = itertools.chain.from_iterable(itertools.combinations(axes, n + 1) for n in range(len(axes)))
+        return fsdp.Folds(factors, frozenset(frozenset(s) for s in sets if num_torus_dims(self.mesh, s) > 2))
 
     def in_stages(self) -> Self:
         """Of what stages compute, with weights that `before_stages` made whole: over the axes that tokens are cut over,

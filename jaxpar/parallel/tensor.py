@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxpar.parallel import collectives
+
 AXIS = "tensor"
 
 
@@ -35,7 +37,7 @@ def enter(x: Float[Array, "B S_ D"], is_cut: bool) -> Float[Array, "B S D"]:
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def leave(x: Float[Array, "B S D"], is_cut: bool) -> Float[Array, "B S_ D"]:
     """From the ranks' addends, of row-parallel weights, to the residual stream."""
-    return lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True) if is_cut else lax.psum(x, AXIS)
+    return collectives.reduce_scatter(x, AXIS, 1) if is_cut else lax.psum(x, AXIS)
 
 
 enter.defvjp(

@@ -40,7 +40,9 @@ class Weight:
         return self
 
 
-def gather(weight: Weight, cuts: fsdp.Cuts, reduce_dtype: jnp.dtype, folds: fsdp.Folds = ()) -> Float[Array, "..."]:
+def gather(
+    weight: Weight, cuts: fsdp.Cuts, reduce_dtype: jnp.dtype, folds: fsdp.Folds = fsdp.IN_ONE
+) -> Float[Array, "..."]:
     """The whole weight. Backward: reduce-scatter in `reduce_dtype`, to this rank's part."""
     return _gather(weight.whole, weight.part, cuts, weight.part.dtype, reduce_dtype, folds)
 

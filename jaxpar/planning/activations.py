@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxpar.kernels.attention import RESULT
+from jaxpar.parallel import expert
 from jaxpar.parallel.remat import INPUT, Remat
 from jaxpar.parallel.vocab import CHUNK_BYTES
 from jaxpar.planning.job import Job
@@ -58,6 +59,8 @@ class Sizes:
     """The same of experts, shared ones among them."""
     exchanged: Numbers
     """Tokens on their way to experts, D wide."""
+    room: Numbers
+    """As `routed`, of all that may arrive at a rank's experts, for which our own program's buffers have room."""
 
 
 def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
@@ -69,6 +72,7 @@ def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
     key = tokens * kv_heads * model.head_dim
     routed = tokens * (model.num_experts_per_token + model.num_shared_experts) * model.expert_mlp_dim / tensor
     stream = tokens * model.embed_dim / (tensor if job.sequence_parallel else 1)
+    room = expert.arrivals(1, job.mesh["expert"], model.num_experts, model.num_experts_per_token)
     return Sizes(
         tokens=tokens,
         stream=stream,
@@ -82,6 +86,7 @@ def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
         mlp=tokens * model.mlp_dim / tensor,
         routed=routed,
         exchanged=stream * model.num_experts_per_token,
+        room=tokens * room * model.expert_mlp_dim / tensor,
     )
 
 
@@ -141,6 +146,22 @@ def working_bytes(job: Job, of: Sizes) -> Numbers:
     return 7 * job.compute_bytes * (hidden + of.entry) + 4 * (of.keys_seen - of.key)
 
 
+def compiled_working_bytes(job: Job, of: Sizes) -> Numbers:
+    """Likewise of our own program, whose experts work in buffers with room for all that may arrive; and TPUs' grouped
+    products give float32: three at once, beside six of what is made of them."""
+    if not job.model.num_experts:
+        return working_bytes(job, of)
+    short = job.compute_bytes
+    hidden = np.maximum(7 * short * of.mlp, _experts_bytes(job, of))
+    return hidden + 7 * short * of.entry + 4 * (of.keys_seen - of.key)
+
+
+def _experts_bytes(job: Job, of: Sizes) -> Numbers:
+    """Of experts' hidden activations in the backward pass of our own program."""
+    short = job.compute_bytes
+    return (3 * 4 + 6 * short if job.cluster.torus else 7 * short) * of.room
+
+
 def operand_bytes(job: Job, of: Sizes) -> LayerBytes:
     """Of a layer's products with weights: both operands of each weight's gradient, until it is computed."""
     inputs = 2 if job.model.mlp == "swiglu" else 1
@@ -161,8 +182,10 @@ def backward_bytes(job: Job, of: Sizes, layer: Numbers) -> Numbers:
     included. A ring's sums, in float32, and a round's beside them, are made (as zeros) ahead of all that.
     """
     short = job.compute_bytes
-    hidden = np.maximum(of.mlp, of.routed + of.exchanged) if job.model.num_experts else of.mlp
-    in_mlp = short * (layer + 4 * (hidden + of.entry + of.stream))
+    hidden = 4 * short * of.mlp
+    if job.model.num_experts:
+        hidden = np.maximum(hidden, _experts_bytes(job, of))
+    in_mlp = hidden + short * (layer + 4 * (of.entry + of.stream))
     at_end = 4 * layer + short * (5 * of.entry + 4 * of.stream)
     is_ring = job.context.kind == "exchange" and job.context.group < job.mesh["context"]
     sums = 2 * of.query + 4 * of.key if is_ring else 0.0

@@ -31,6 +31,7 @@ from jaxpar.planning.activations import (
     Numbers,
     backward_bytes,
     chunk_bytes,
+    compiled_working_bytes,
     kept_by_all,
     kept_by_name,
     operand_bytes,
@@ -335,7 +336,7 @@ class Footprint:
         whole, part = self._own.whole + ends, self._own.whole / cases.chunks
         self._operands = self._mixed(operand_bytes(job, of)) * (cases.layers / cases.chunks)
         others = {
-            "working": working_bytes(job, of),
+            "working": compiled_working_bytes(job, of),
             "between stages": cases.slots * short * of.stream,
             "waiting weight gradients": cases.waiting * self._operands,
             "gathered weights": short * ((whole if job.zero == 3 else ends) + np.where(cases.chunks > 1, part, 0.0)),

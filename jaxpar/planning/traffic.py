@@ -3,6 +3,7 @@
 One formula for each strategy, as its file in jaxpar/parallel states it; here they are added up for a model and a
 layout. A collective's bytes are those of the buffer whole over its axis: what an all-gather results in, what a
 reduce-scatter, an all-reduce or an all-to-all starts from. (A ring sends (n - 1) / n of that, an all-reduce twice.)
+Of one that goes in steps (see parallel.fsdp) each counts, by its own buffer.
 Scalars (losses, norms) are left out.
 
 Under `pipe` a device is taken to be of the first stage, of the last and of that with the most layers at once. So is the
@@ -33,6 +34,7 @@ from jaxpar.parallel.axes import (
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import needed_shifts
 from jaxpar.parallel.expert import ExpertStrategy
+from jaxpar.parallel.fsdp import IN_ONE, Folds
 from jaxpar.parallel.remat import Remat
 from models.config import ModelConfig
 
@@ -73,6 +75,8 @@ class TrafficSettings:
     context: ContextStrategy = field(default_factory=ContextStrategy)
     dispatch: ExpertStrategy = field(default_factory=ExpertStrategy)
     """Of the platform that the step is compiled for."""
+    folds: Folds = IN_ONE
+    """Of the devices that the step is compiled for, see parallel.fsdp."""
     stages: Stages | None = None
     """None without `pipe`."""
 
@@ -134,13 +138,21 @@ def _weights(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
         transfers = _transfers(parameter, mesh_axes(spec), settings)
         whole = part
         for axes, gathers, _ in transfers:
-            whole *= _size(settings, axes)
-            yield axes, "all-gather", gathers * whole * settings.compute_bytes
+            for step in settings.folds.gathers(_in_order(axes, settings)):
+                whole *= step.num_ranks(settings.mesh)
+                yield step.axes, "all-gather", gathers * whole * settings.compute_bytes
         for axes, _, scatters in reversed(transfers):
-            yield axes, "reduce-scatter", scatters * whole * settings.reduce_bytes
-            whole //= _size(settings, axes)
+            for step in settings.folds.scatters(_in_order(axes, settings)):
+                yield step.axes, "reduce-scatter", scatters * whole * settings.reduce_bytes
+                whole //= step.num_ranks(settings.mesh)
         owed = _activation_axes(parameter.summed_over, settings) | ({"pipe"} if parameter.is_at_end else set())
         yield owed - mesh_axes(spec), "all-reduce", parameter.count * part * settings.reduce_bytes
+
+
+def _in_order(axes: frozenset[str], settings: TrafficSettings) -> tuple[str, ...]:
+    """Those of several ranks, as they cut a dim."""
+    ordered = *(axis for axis in STATE_RULES["embed"] if axis in axes), *(axes & {"pipe"})
+    return tuple(axis for axis in ordered if settings.mesh[axis] > 1)
 
 
 def _transfers(

@@ -41,10 +41,16 @@ _GPU = (
 # gathers started an iteration ahead (xla_gpu_enable_pipelined_all_gather) besides, a step of Llama 3 70B with tensor=8
 # recomputes attention twice.
 
-# What the TPUs' compiler does unasked is no worse than what it could be asked for. Gathers pipelined over layers
+_TPU: tuple[Option, ...] = (
+    Option(
+        "xla_tpu_prefer_async_allgather_to_allreduce",
+        True,
+        "small gathers over a slice of two dimensions are gathers, beside matmuls, not all-reduces of twice the bytes",
+    ),
+)
+# Else what the TPUs' compiler does unasked is no worse than what it could be asked for. Gathers pipelined over layers
 # (xla_tpu_enable_ici_ag_pipelining) gave Llama 2 7B's step on v5e:16x16 more cycles and memory; asynchronous
 # all-to-alls (xla_tpu_enable_async_all_to_all) are refused there.
-_TPU: tuple[Option, ...] = ()
 
 TABLES: Mapping[str, tuple[Option, ...]] = {"cpu": (), "gpu": _GPU, "tpu": _TPU}
 """By `jax.default_backend()`. CPU devices compute and send in turn: there is nothing to overlap."""

@@ -34,15 +34,16 @@ def permutation(order: Order, seq_len: int, ranks: int) -> Int[np.ndarray, " S"]
     return tokens
 
 
-def in_sequence(order: Order, x: Shaped[Array, "B S ..."], ranks: int) -> Shaped[Array, "B S ..."]:
-    """What lies in the ranks' order, in the sequence's own: `permutation` undone, by whole parts."""
+def in_sequence(order: Order, x: Shaped[Array, "..."], ranks: int, dim: int = 1) -> Shaped[Array, "..."]:
+    """What lies along `dim` in the ranks' order, in the sequence's own: `permutation` undone, by whole parts."""
     if order == "contiguous" or ranks == 1:
         return x
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
     if order == "striped":
-        parts = jnp.swapaxes(x.reshape(x.shape[0], ranks, -1, *x.shape[2:]), 1, 2)
+        parts = jnp.swapaxes(x.reshape(*before, ranks, -1, *after), dim, dim + 1)
     else:
-        pairs = x.reshape(x.shape[0], ranks, 2, -1, *x.shape[2:])
-        parts = jnp.concatenate([pairs[:, :, 0], jnp.flip(pairs[:, :, 1], axis=1)], axis=1)
+        first, second = jnp.split(x.reshape(*before, ranks, 2, -1, *after), 2, axis=dim + 1)
+        parts = jnp.concatenate([first, jnp.flip(second, axis=dim)], axis=dim)
     return parts.reshape(x.shape)
 
 

@@ -26,9 +26,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar.kernels import tiled
-from jaxpar.kernels.attention import RESULT, delta
+from jaxpar.kernels.attention import RESULT, delta, heads_first, module
 from jaxpar.kernels.mask import AttentionMask, Tokens
-from jaxpar.parallel.context.halves import Halves
+from jaxpar.parallel.context.halves import Halves, merged
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,21 @@ def _attention(ring, q, k, v, tokens):
 
 
 def _outputs(ring, q, k, v, tokens):
-    mine = ring.index()
-    q_tokens = ring.tokens_of(tokens, mine)
+    mine, halves = ring.index(), ring.halves
+    q_tokens, dtype, held = ring.tokens_of(tokens, mine), q.dtype, (k, v)
+    if halves is not None:
+        q, held = halves.laid_out(q, k, v)
 
     def compute(shift, held):
         k_tokens = ring.tokens_of(tokens, (mine - shift) % ring.ranks)
-        if ring.halves is not None:
-            return ring.halves.forward(_is_own(shift), mine >= shift, q, *held, q_tokens, k_tokens)
+        if halves is not None:
+            return halves.forward(_is_own(shift), mine >= shift, q, held, q_tokens, k_tokens)
         return tiled.forward(q, held[0], held[1], q_tokens, k_tokens, ring.mask, ring.scale, ring.block)
 
-    out, lse, tiles = _go_round(ring, ring.rounds(tokens), (k, v), compute, _merged, lambda carry, hop: carry)
-    return out.astype(q.dtype), lse, tiles
+    out, lse, tiles = _go_round(ring, ring.rounds(tokens), held, compute, _merged, lambda carry, hop: carry)
+    if halves is not None:
+        out, lse = (module("splash").ungrouped(x) for x in (out, lse))
+    return out.astype(dtype), lse, tiles
 
 
 def _is_own(shift):
@@ -133,11 +137,8 @@ def _is_own(shift):
 
 
 def _merged(a, b):
-    """Two softmaxes over different keys as one: outputs [B, C, H, K], log-sum-exps [B, C, H], tiles computed."""
-    lse = jnp.logaddexp(a[1], b[1])
-    shift = jnp.where(lse == -jnp.inf, 0.0, lse)
-    out = a[0] * jnp.exp(a[1] - shift)[..., None] + b[0] * jnp.exp(b[1] - shift)[..., None]
-    return out, lse, a[2] + b[2]
+    """What `compute` gives of two ranks' keys, of both."""
+    return *merged(a[:2], b[:2]), a[2] + b[2]
 
 
 def _forward(ring, q, k, v, tokens):
@@ -148,15 +149,18 @@ def _forward(ring, q, k, v, tokens):
 
 def _backward(ring, residuals, cotangents):
     (q, k, v, tokens, out, lse), (cotangent, _) = residuals, cotangents
-    mine, rounds = ring.index(), ring.rounds(tokens)
-    q_tokens, deltas = ring.tokens_of(tokens, mine), delta(out, cotangent)
+    mine, rounds, halves = ring.index(), ring.rounds(tokens), ring.halves
+    q_tokens, dtype, held = ring.tokens_of(tokens, mine), q.dtype, (k, v)
+    if halves is not None:
+        q, held = halves.laid_out(q, k, v)
+        out, lse, cotangent = (module("splash").by_kv_heads(x, k.shape[2]) for x in (out, lse, cotangent))
+    else:
+        deltas = delta(out, cotangent)
 
     def compute(shift, held):
         k_tokens = ring.tokens_of(tokens, (mine - shift) % ring.ranks)
-        if ring.halves is not None:
-            return ring.halves.backward(
-                _is_own(shift), mine >= shift, q, *held, out, lse, cotangent, q_tokens, k_tokens
-            )
+        if halves is not None:
+            return halves.backward(_is_own(shift), mine >= shift, q, held, out, lse, cotangent, q_tokens, k_tokens)
         return tiled.backward(
             q, held[0], held[1], lse, deltas, cotangent, q_tokens, k_tokens, ring.mask, ring.scale, ring.block
         )
@@ -168,9 +172,12 @@ def _backward(ring, residuals, cotangents):
         """The sums for the keys that a rank holds go on with them."""
         return carry[0], *ring.permute(carry[1:], hop)
 
-    dq, dk, dv = _go_round(ring, rounds, (k, v), compute, add, travel)
-    dk, dv = _home(ring, rounds, (dk.astype(k.dtype), dv.astype(v.dtype)))
-    return dq.astype(q.dtype), dk, dv, None
+    dq, dk, dv = _go_round(ring, rounds, held, compute, add, travel)
+    dk, dv = _home(ring, rounds, (dk.astype(dtype), dv.astype(dtype)))
+    if halves is not None:
+        dq = module("splash").ungrouped(dq) * jnp.asarray(halves.scale, dq.dtype)
+        dk, dv = (heads_first(x) for x in (dk, dv))
+    return dq.astype(dtype), dk, dv, None
 
 
 _attention.defvjp(_forward, _backward)

@@ -60,6 +60,10 @@ class ContextStrategy:
             raise ValueError(f"--context-strategy {text}: it must be one of {known} or hybrid=RxU")
         return strategies[text]
 
+    def goes_by_halves(self, kernel: on_one_device.Kernel, window: int | None, length: int) -> bool:
+        """Whether a ring's rounds, of so many tokens of a rank, are the kernel's; else they go by tiles."""
+        return self.kind == "exchange" and self.group == 1 and kernel == "splash" and window is None and fits(length)
+
     def block_of(self, seq_len: int, ranks: int) -> int:
         """Tokens of a block, such that none reaches from one of zigzag's parts into the next, if a size not far below
         the most divides them: few of such a block's tiles could be left out."""
@@ -95,9 +99,8 @@ def attention(
     """This rank's queries over the whole sequence, whose `tokens` [B, S] lie as the ranks hold them; and how many tiles
     its forward pass computed. `kernel` attends where a rank has all of the sequence."""
     ranks, group = axis_sizes[AXIS], strategy.group
-    halves = None
-    if kernel == "splash" and group == 1 and mask.window is None and fits(q.shape[1]):
-        halves = Halves(strategy.order, scale, mask.soft_cap)
+    by_halves = strategy.goes_by_halves(kernel, mask.window, q.shape[1])
+    halves = Halves(strategy.order, scale, mask.soft_cap) if by_halves else None
     block = strategy.block_of(tokens.positions.shape[1], ranks)
     if ranks == 1:
         return on_one_device.whole_sequence(kernel, q, k, v, tokens, mask, scale, block)
@@ -115,21 +118,26 @@ def attention(
     )
 
     def by_splash(q: Array, k: Array, v: Array, q_tokens: Tokens, num_parts: int, part: Int[Array, ""] | int):
+        """Of keys in the sequence's own order, as the kernel has them."""
         places = permutation(strategy.order, tokens.positions.shape[1], ranks)
-        k, v, k_segments = (in_sequence(strategy.order, x, ranks) for x in (k, v, tokens.segment_ids))
+        k_segments = in_sequence(strategy.order, tokens.segment_ids, ranks)
         return on_one_device.by_splash(q, k, v, q_tokens.segment_ids, k_segments, mask, scale, places, num_parts, part)
 
     if strategy.kind == "allgather":
         q_tokens = whole.tokens_of(tokens, whole.index())
-        k, v = allgather.gather(k, AXIS), allgather.gather(v, AXIS)
         if kernel == "splash":
+            # Laid out before they are gathered: that of a rank's part is less.
+            k, v = (on_one_device.heads_first(x) for x in (k, v))
+            k, v = (allgather.gather_in_sequence(strategy.order, x, AXIS, ranks) for x in (k, v))
             return by_splash(q, k, v, q_tokens, ranks, whole.index())
+        k, v = allgather.gather(k, AXIS), allgather.gather(v, AXIS)
         return on_one_device.counted(q, k, v, q_tokens, tokens, mask, scale, block)
     if group == 1:
         return ring.attention(whole, q, k, v, tokens)
     groups = ulysses.rank_groups(ranks, group)
     q, k, v = (ulysses.to_heads(x, AXIS, group, groups) for x in (q, k, v))
     if group == ranks and kernel == "splash":
+        k, v = (on_one_device.heads_first(in_sequence(strategy.order, x, ranks)) for x in (k, v))
         out, tiles = by_splash(q, k, v, tokens, 1, 0)
     elif group == ranks:
         out, tiles = on_one_device.whole_sequence(kernel, q, k, v, tokens, mask, scale, block)
