@@ -16,20 +16,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float
 
 from jaxpar.kernels.attention import RESULT
 from jaxpar.parallel.remat import INPUT, Remat
 from jaxpar.parallel.vocab import CHUNK_BYTES
-from jaxpar.planning.job import Job
+from jaxpar.planning.job import Job, Numbers
 
 Kept = Literal["compiled", "fused", "scores"]
 """What remat none keeps: compiled, as our own program; fused, as kernels written by hand (no copies in float32, norms'
 outputs and inputs once); scores: fused, and attention's scores and softmax too, as before flash attention."""
-
-
-Numbers = Float[np.ndarray, "..."] | float
-"""One, or one for each case of several at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +60,7 @@ def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
     model, tensor, context = job.model, job.mesh["tensor"], job.mesh["context"]
     tokens = job.batch_size * job.seq_len / (num_microbatches * job.batch_ranks * context)
     heads = model.num_heads / tensor
-    kv_heads = max(1.0, model.num_kv_heads / tensor) if model.num_kv_heads % tensor else model.num_kv_heads / tensor
+    kv_heads = np.maximum(1.0, model.num_kv_heads / tensor)
     key = tokens * kv_heads * model.head_dim
     routed = tokens * (model.num_experts_per_token + model.num_shared_experts) * model.expert_mlp_dim / tensor
     stream = tokens * model.embed_dim / (tensor if job.sequence_parallel else 1)
