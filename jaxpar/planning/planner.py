@@ -1,11 +1,12 @@
-"""The search for a layout: exact, without trying them all.
+"""The search for a layout: exact, without predicting them all.
 
-A job's step takes at least its kernels and its schedule's bubble, which are quickly told, as is its memory. What a
-mesh leaves open waits in a heap by the least time of all that fits: first one setting with one kind of remat, opened
-into numbers of microbatches and chunks, these into schedules, whose time is predicted. What comes out of the heap with
-a predicted time is the fastest that is left. So layouts are found in order of their best time, and with them the front
+A job's step takes at least its kernels, what its activations and tokens to experts take to travel, and its schedule's
+bubble. That and its memory are quickly told of all: settings that differ in their mesh alone are taken together, with
+all numbers of microbatches and all schedules, as arrays. Each setting with one kind of remat then waits in a heap by
+the least time of what fits of it. If it is first its steps are predicted, and it waits by the least of those; if it is
+first again, that is the fastest that is left. So layouts are found in order of their best time, and with them the front
 of time and memory: a job is on it if it takes less memory than all that came before. What is neither of a layout that
-is still wanted, nor may take less memory than was found, is not opened.
+is still wanted, nor may take less memory than was found, is dropped.
 """
 
 import functools

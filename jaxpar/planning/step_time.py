@@ -4,25 +4,22 @@
     t         = kernels + exposed traffic of one microbatch in the slowest stage; t' in a mean one; C chunks
     exposed   = traffic - overlap x min(traffic, kernels beside it)
 
-A collective moves bytes at its busbw (nccl-tests, doc/PERFORMANCE.md: all-gather, reduce-scatter and all-to-all send
-(n - 1) / n of the whole buffer, an all-reduce twice that) over the levels of the hierarchy that its axis crosses, and
-waits the latency of a ring's n - 1 hops, or of a tree's 2 log2(n) where that is less. Weights gathered and gradients
-scattered per microbatch have that microbatch's kernels beside them; those moved once per step the first and the last
-microbatch's, or those of the first and last P in an interleaved pipeline, whose chunks are done one after another.
+How long traffic takes by itself is in link_time. Weights gathered and gradients scattered per microbatch have that
+microbatch's kernels beside them; those moved once per step the first and the last microbatch's, or those of the first
+and last P in an interleaved pipeline, whose chunks are done one after another. Each axis is taken to have those kernels
+for itself: that fits published runs a little better than to let each second of them hide but one.
+
 Source of the bubble: Megatron-LM (arXiv 2104.04473), section 2.2, and planning/schedules.py.
 """
 
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
 from jaxpar.planning.calibration import Calibration
-from jaxpar.planning.collectives import bus_factor
 from jaxpar.planning.flops import (
     attention_flops_per_token,
     head_matmul_flops_per_token,
@@ -30,6 +27,12 @@ from jaxpar.planning.flops import (
     recomputed_flops_per_token,
 )
 from jaxpar.planning.job import Job, Numbers
+from jaxpar.planning.job_traffic import (
+    MicrobatchTraffic,
+    gathers_each_time,
+    least_microbatch_traffic,
+    microbatch_traffic,
+)
 from jaxpar.planning.kernel_time import (
     LayerSeconds,
     Seconds,
@@ -38,18 +41,8 @@ from jaxpar.planning.kernel_time import (
     peak_flops,
     rates,
 )
+from jaxpar.planning.link_time import collective_seconds, place
 from jaxpar.planning.schedules import bubble as schedule_bubble
-from jaxpar.planning.traffic import (
-    Stages,
-    Traffic,
-    TrafficSettings,
-    activation_traffic,
-    lookup_traffic,
-    step_traffic,
-    weight_traffic,
-)
-from meshes.clusters import Cluster
-from meshes.mesh import MESH_AXES
 from models.config import ModelConfig
 from models.count import num_moe_layers, num_parameters
 
@@ -122,7 +115,7 @@ class _Ledger:
         self._overlaps: dict[str, Numbers] = dict.fromkeys(calibration.framework.overlaps, calibration.chip.overlap)
         if "expert" in self._overlaps:
             # Tokens travel to experts beside another chunk's kernels, where they leave the server, or beside none.
-            stride, size = _place(job, "expert")
+            stride, size = place(job, "expert")
             self._overlaps["expert"] *= (job.chunks > 1) * (stride * size > job.cluster.levels[0].size)
 
     def charge(self, axes: str, seconds: Numbers, beside: Numbers, times: Numbers) -> Numbers:
@@ -131,18 +124,6 @@ class _Ledger:
         self.exposed[axes] = self.exposed[axes] + times * (seconds - covered)
         self.hidden[axes] = self.hidden[axes] + times * covered
         return seconds - covered
-
-
-_Bytes = Mapping[str, Mapping[str, Numbers]]
-"""By axes and operation."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Traffic:
-    """Of one microbatch through all layers."""
-
-    weights: _Bytes
-    activations: _Bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +149,7 @@ class _Step:
 
 
 def _step(
-    job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger, traffic: _Traffic, idle: Numbers
+    job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger, traffic: MicrobatchTraffic, idle: Numbers
 ) -> _Step:
     """idle: the schedule's bubble."""
     microbatch = stage.kernels + _per_microbatch(job, calibration, stage, ledger, traffic)
@@ -191,7 +172,7 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
     model, times = job.model, job.num_microbatches
     stage, ledger = _slowest_stage(job, calibration), _Ledger(job, calibration)
     idle = schedule_bubble(job.pipeline, job.mesh["pipe"], times, job.chunks)
-    step = _step(job, calibration, stage, ledger, _traffic(job), idle)
+    step = _step(job, calibration, stage, ledger, microbatch_traffic(job), idle)
 
     rate = job.tokens_per_step / float(step.total) / job.num_devices
     per_token = matmul_flops_per_token(model) + attention_flops_per_token(model, job.seq_len, causal=True)
@@ -220,16 +201,15 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
 
 def steps(job: Job, calibration: Calibration, idle: Numbers) -> Numbers:
     """Seconds of the steps of many jobs, of one mesh; predict's. idle: of each, its schedule's bubble."""
-    return _steps(job, calibration, _traffic(job), idle)
+    return _steps(job, calibration, microbatch_traffic(job), idle)
 
 
 def least_steps(job: Job, calibration: Calibration, idle: Numbers) -> Numbers:
-    """Of many jobs, of any meshes, what `steps` are never shorter than: without what moves weights and looks up
-    embeddings, which depends on what divides what."""
-    return _steps(job, calibration, _Traffic({}, _activations(job)), idle)
+    """Of many jobs, of one mesh or several, what `steps` are never shorter than: see least_microbatch_traffic."""
+    return _steps(job, calibration, least_microbatch_traffic(job), idle)
 
 
-def _steps(job: Job, calibration: Calibration, traffic: _Traffic, idle: Numbers) -> Numbers:
+def _steps(job: Job, calibration: Calibration, traffic: MicrobatchTraffic, idle: Numbers) -> Numbers:
     stage = _slowest_stage(job, calibration)
     return _step(job, calibration, stage, _Ledger(job, calibration), traffic, idle).total
 
@@ -274,216 +254,40 @@ def _forward_flops_per_token(job: Job) -> float:
     return matmul_flops_per_token(job.model) - head_matmul_flops_per_token(job.model) + attention
 
 
-def _per_microbatch(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger, traffic: _Traffic) -> Numbers:
+def _per_microbatch(
+    job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger, traffic: MicrobatchTraffic
+) -> Numbers:
     """Exposed seconds of one microbatch's traffic: activations, tokens to experts, hops, and weights that are gathered
     each time."""
     share, kernels, times = stage.layers / job.model.num_layers, stage.kernels, job.num_microbatches
     exposed: Numbers = 0.0
     for axes, ops in traffic.activations.items():
-        seconds = share * _seconds(job, calibration, axes, ops, job.model.num_layers)
+        seconds = share * collective_seconds(job, calibration, axes, ops, job.model.num_layers)
         exposed = exposed + ledger.charge(axes, seconds, kernels, times)
     if job.model.num_experts and np.any(np.greater(job.mesh["expert"], 1)):
         seconds = share * num_moe_layers(job.model) * _expert_seconds(job, calibration)
         exposed = exposed + ledger.charge("expert", seconds, kernels, times)
     if job.mesh["pipe"] > 1:
         exposed = exposed + ledger.charge("pipe", _hop_seconds(job, calibration), kernels, times)
-    if _gathers_each_time(job):
+    if gathers_each_time(job):
         for axes, ops in traffic.weights.items():
             gathers = {op: size for op, size in ops.items() if op != "all-reduce"}
-            seconds = share * _seconds(job, calibration, axes, gathers, 2 * job.model.num_layers)
+            seconds = share * collective_seconds(job, calibration, axes, gathers, 2 * job.model.num_layers)
             exposed = exposed + ledger.charge(axes, seconds, kernels, times)
     return exposed
 
 
-def _once(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger, traffic: _Traffic) -> Numbers:
+def _once(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger, traffic: MicrobatchTraffic) -> Numbers:
     """Exposed seconds of what is moved once per step."""
     share, rounds = stage.layers / job.model.num_layers, np.minimum(job.mesh["pipe"], job.num_microbatches)
     window = stage.kernels * np.where(np.greater(job.chunks, 1), rounds, 1)
     exposed: Numbers = 0.0
     for axes, ops in traffic.weights.items():
-        rest = {op: size for op, size in ops.items() if op == "all-reduce" or not _gathers_each_time(job)}
+        rest = {op: size for op, size in ops.items() if op == "all-reduce" or not gathers_each_time(job)}
         if rest:
-            seconds = share * _seconds(job, calibration, axes, rest, job.model.num_layers)
+            seconds = share * collective_seconds(job, calibration, axes, rest, job.model.num_layers)
             exposed = exposed + ledger.charge(axes, seconds, window, 1)
     return exposed
-
-
-def job_traffic(job: Job) -> dict[str, int]:
-    """Bytes that each device moves per step, by mesh axis, "+" between joined ones: collectives' whole buffers, as
-    `traffic` counts them. A pipeline's hops are those that carry something."""
-    stages = None
-    if job.mesh["pipe"] > 1:
-        num_parts = job.mesh["pipe"] * job.chunks
-        stages = Stages(
-            permutes=2 * job.num_microbatches * job.chunks,
-            num_chunks=job.chunks,
-            layers_per_chunk=-(-job.model.num_units // num_parts),
-            keeps_residuals=job.pipeline_residuals,
-        )
-    settings = TrafficSettings(
-        mesh=job.mesh,
-        batch_size=job.batch_size,
-        seq_len=job.seq_len,
-        num_microbatches=job.num_microbatches,
-        compute_bytes=job.compute_bytes,
-        reduce_bytes=job.reduce_bytes,
-        sequence_parallel=job.sequence_parallel,
-        reshard_after_forward=job.reshard_after_forward,
-        remat="none" if job.remat_policy.keeps_all else job.remat,
-        zero=job.zero,
-        context=job.context,
-        stages=stages,
-    )
-    return {axes: sum(ops.values()) for axes, ops in step_traffic(job.model, settings).items()}
-
-
-def _gathers_each_time(job: Job) -> bool:
-    return job.zero == 3 and (job.mesh["pipe"] == 1 or job.reshard_after_forward)
-
-
-def _traffic(job: Job) -> _Traffic:
-    """Of one mesh."""
-    mesh = tuple((axis, job.mesh[axis]) for axis in MESH_AXES)
-    weights = _cached_traffic(
-        weight_traffic,
-        job.model,
-        mesh,
-        compute_bytes=job.compute_bytes,
-        reduce_bytes=job.reduce_bytes,
-        zero=job.zero,
-        reshard_after_forward=job.reshard_after_forward and job.zero == 3,
-        remat=job.remat if job.remat_policy.every > 1 else "full",
-    )
-    lookups = _cached_traffic(
-        lookup_traffic,
-        job.model,
-        mesh,
-        batch_size=job.batch_ranks,
-        seq_len=job.seq_len,
-        compute_bytes=job.compute_bytes,
-        zero=job.zero,
-        sequence_parallel=job.sequence_parallel,
-    )
-    return _Traffic(weights, _scaled(job, [_streams(job), lookups]))
-
-
-def _activations(job: Job) -> _Bytes:
-    """Of one microbatch through all layers, but for lookups."""
-    return _scaled(job, [_streams(job)])
-
-
-def _scaled(job: Job, traffics: Sequence[_Bytes]) -> _Bytes:
-    """Sums of what moves as each rank of the batch has one sequence, for as many tokens as a microbatch has."""
-    times = job.microbatch_tokens / (job.seq_len // job.mesh["context"])
-    total: dict[str, dict[str, Numbers]] = {}
-    for traffic in traffics:
-        for axes, ops in traffic.items():
-            own = total.setdefault(axes, {})
-            for op, num_bytes in ops.items():
-                own[op] = own.get(op, 0.0) + num_bytes * times
-    return total
-
-
-def _streams(job: Job) -> _Bytes:
-    """activation_traffic of one sequence, by what it depends on alone."""
-    settings = {
-        "seq_len": job.seq_len,
-        "compute_bytes": job.compute_bytes,
-        "sequence_parallel": job.sequence_parallel,
-        "remat": "none" if job.remat_policy.keeps_all else job.remat,
-        "context": job.context,
-    }
-    sizes = np.broadcast_arrays(job.mesh["context"], job.mesh["tensor"])
-    pairs = list(zip(*(size.ravel().tolist() for size in sizes)))
-    known: dict[tuple[int, int], Traffic] = {}
-    for pair in set(pairs):
-        mesh = {**dict.fromkeys(MESH_AXES, 1), "context": pair[0], "tensor": pair[1]}
-        known[pair] = _cached_traffic(activation_traffic, job.model, tuple(mesh.items()), **settings)
-    flows = {axes: ops.keys() for traffic in known.values() for axes, ops in traffic.items()}
-
-    def of_all(axes: str, op: str) -> Numbers:
-        return np.reshape([known[pair].get(axes, {}).get(op, 0) for pair in pairs], sizes[0].shape)
-
-    return {axes: {op: of_all(axes, op) for op in ops} for axes, ops in flows.items()}
-
-
-@functools.lru_cache(maxsize=65536)
-def _cached_traffic(
-    traffic: Callable[[ModelConfig, TrafficSettings], Traffic],
-    config: ModelConfig,
-    mesh: tuple[tuple[str, int], ...],
-    batch_size: int = 1,
-    seq_len: int = 1,
-    **settings,
-) -> Traffic:
-    return traffic(config, TrafficSettings(dict(mesh), batch_size, seq_len, **settings))
-
-
-def _place(job: Job, axes: str) -> tuple[int, int]:
-    """(stride, size) of the groups of one or several axes."""
-    names = axes.split("+")
-    inside = MESH_AXES[MESH_AXES.index(names[-1]) + 1 :]
-    return math.prod(job.mesh[axis] for axis in inside), math.prod(job.mesh[axis] for axis in names)
-
-
-def _seconds(job: Job, calibration: Calibration, axes: str, ops: Mapping[str, Numbers], count: float) -> Numbers:
-    """Of the collectives of one group of axes, all of an operation's bytes in `count` equal ones."""
-    stride, size = _place(job, axes)
-    link = _link(job.cluster, stride, size)
-    ring = link.hop * np.minimum(size - 1, 2 * np.log2(size))
-    total: Numbers = 0.0
-    for op, num_bytes in ops.items():
-        is_there = (num_bytes > 0) * (size > 1)
-        if op == "collective-permute":
-            seconds, latency = num_bytes / link.bandwidth, link.hop
-        elif op == "all-to-all":
-            seconds, latency = num_bytes * link.all_to_all, link.hop
-        else:
-            seconds, latency = bus_factor(op.replace("-", "_"), size) * num_bytes / link.bandwidth, ring
-        total = total + is_there * (seconds / calibration.chip.network + count * latency)
-    return total
-
-
-@dataclass(frozen=True, eq=False)
-class _Link:
-    """What joins the groups of a mesh's axes."""
-
-    bandwidth: Numbers
-    """Of a ring."""
-    hop: Numbers
-    """Seconds of its latency."""
-    all_to_all: Numbers
-    """Seconds per byte: unlike a ring's, each device's bytes for other servers leave through its own network card."""
-
-
-def _link(cluster: Cluster, stride: Numbers, size: Numbers) -> _Link:
-    """Of one group, or of each where stride and size are arrays."""
-    strides, sizes = np.broadcast_arrays(stride, size)
-    found = _links(cluster, tuple(strides.ravel().tolist()), tuple(sizes.ravel().tolist()))
-    return _Link(*found.reshape(3, *sizes.shape))
-
-
-@functools.lru_cache(maxsize=4096)
-def _links(cluster: Cluster, strides: tuple[int, ...], sizes: tuple[int, ...]) -> Float[np.ndarray, "3 N"]:
-    places = list(zip(strides, sizes))
-    known = {
-        place: (cluster.bandwidth(*place), cluster.latency(*place), _all_to_all(cluster, *place))
-        for place in set(places)
-    }
-    return np.array([known[place] for place in places]).T
-
-
-def _all_to_all(cluster: Cluster, stride: int, size: int) -> float:
-    total, inside, crossed = 0.0, 1, cluster.level_of(stride, size)
-    for level in cluster.levels:
-        reached = size if level is crossed else max(inside, min(size, level.size // stride))
-        within = level is cluster.levels[0] and reached > 1
-        bandwidth = cluster.bandwidth(stride, reached) if within else level.bandwidth
-        total += (reached - inside) / size / bandwidth
-        if level is crossed:
-            break
-        inside = reached
-    return total
 
 
 def _expert_seconds(job: Job, calibration: Calibration) -> Numbers:
@@ -491,13 +295,13 @@ def _expert_seconds(job: Job, calibration: Calibration) -> Numbers:
     part = job.mesh["tensor"] if job.sequence_parallel else 1
     routed = job.microbatch_tokens / part * job.model.num_experts_per_token
     num_bytes = 4 * routed * job.model.embed_dim * job.compute_bytes
-    return _seconds(job, calibration, "expert", {"all-to-all": num_bytes}, 4)
+    return collective_seconds(job, calibration, "expert", {"all-to-all": num_bytes}, 4)
 
 
 def _hop_seconds(job: Job, calibration: Calibration) -> Numbers:
     """Activations into a stage's chunks and gradients out of them, of one microbatch."""
     hops = 2 * job.chunks
-    return _seconds(job, calibration, "pipe", {"collective-permute": hops * _hop_bytes(job)}, hops)
+    return collective_seconds(job, calibration, "pipe", {"collective-permute": hops * _hop_bytes(job)}, hops)
 
 
 def _hop_bytes(job: Job) -> Numbers:
