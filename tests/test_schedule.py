@@ -321,6 +321,7 @@ def test_command(capsys):
         ("--kind 1f1b --memory-limit 3", "1f1b holds 4 activations, above --memory-limit 3; raise it, or take --kind"),
         ("--kind 1f1b --times 1,2", "--times has 2 numbers; give 3: F,B,W"),
         ("--kind 1f1b --times 1,2,x", "--times '1,2,x' is no list of numbers; give 3: F,B,W"),
+        ("--kind 1f1b --times -1,1,1", "error: forward time -1.0 is out of range; take 0 to"),
         ("--kind auto --chunks 2", "--kind auto searches tables of one chunk and one slice"),
         ("--kind 1f1b --draw plan.pdf", "cannot draw plan.pdf; give it a name that ends in .png or .svg"),
         ("--kind 1f1b --draw nowhere/plan.svg", "nowhere is no directory; make it first"),

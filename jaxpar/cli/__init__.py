@@ -1,11 +1,13 @@
 """`jaxpar`: the commands beside training. One file per group: `add` gives its flags, and says what runs them."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxpar import config as configs
 from jaxpar.cli import attention, audit, checkpoint, estimates, models, pipeline, plan, verify
+from jaxpar.cli.arguments import with_values
 
 
 class _Parser(argparse.ArgumentParser):
@@ -19,7 +21,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for group in (verify, audit, models, attention, checkpoint, pipeline, plan, estimates):
         group.add(commands)
     try:
-        given, rest = parser.parse_known_args(args)
+        given, rest = parser.parse_known_args(with_values(sys.argv[1:] if args is None else args))
         if given.command == "verify":
             verify.run(rest, given.json)
         elif given.command == "audit":

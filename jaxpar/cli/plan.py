@@ -97,7 +97,7 @@ def _nothing(found) -> str:
 
 
 def _row(choice) -> dict:
-    from jaxpar.planning.step_time import job_traffic
+    from jaxpar.planning.job_traffic import job_traffic
 
     job, time = choice.job, choice.time
     return {

@@ -16,21 +16,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float
 
 from jaxpar.kernels.attention import RESULT
 from jaxpar.parallel import expert
 from jaxpar.parallel.remat import INPUT, Remat
 from jaxpar.parallel.vocab import CHUNK_BYTES
-from jaxpar.planning.job import Job
+from jaxpar.planning.job import Job, Numbers
 
 Kept = Literal["compiled", "fused", "scores"]
 """What remat none keeps: compiled, as our own program; fused, as kernels written by hand (no copies in float32, norms'
 outputs and inputs once); scores: fused, and attention's scores and softmax too, as before flash attention."""
-
-
-Numbers = Float[np.ndarray, "..."] | float
-"""One, or one for each case of several at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +63,7 @@ def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
     model, tensor, context = job.model, job.mesh["tensor"], job.mesh["context"]
     tokens = job.batch_size * job.seq_len / (num_microbatches * job.batch_ranks * context)
     heads = model.num_heads / tensor
-    kv_heads = max(1.0, model.num_kv_heads / tensor) if model.num_kv_heads % tensor else model.num_kv_heads / tensor
+    kv_heads = np.maximum(1.0, model.num_kv_heads / tensor)
     key = tokens * kv_heads * model.head_dim
     routed = tokens * (model.num_experts_per_token + model.num_shared_experts) * model.expert_mlp_dim / tensor
     stream = tokens * model.embed_dim / (tensor if job.sequence_parallel else 1)
@@ -187,8 +182,8 @@ def backward_bytes(job: Job, of: Sizes, layer: Numbers) -> Numbers:
         hidden = np.maximum(hidden, _experts_bytes(job, of))
     in_mlp = hidden + short * (layer + 4 * (of.entry + of.stream))
     at_end = 4 * layer + short * (5 * of.entry + 4 * of.stream)
-    is_ring = job.context.kind == "exchange" and job.context.group < job.mesh["context"]
-    sums = 2 * of.query + 4 * of.key if is_ring else 0.0
+    is_ring = (job.context.kind == "exchange") * (job.context.group < job.mesh["context"])
+    sums = is_ring * (2 * of.query + 4 * of.key)
     return np.maximum(in_mlp, at_end) + 4 * (sums + of.keys_seen - of.key)
 
 

@@ -5,6 +5,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxpar.parallel.axes import BATCH_AXES
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.remat import Remat
@@ -12,6 +15,8 @@ from meshes.clusters import Cluster
 from meshes.mesh import MESH_AXES
 from models.config import ModelConfig
 
+Numbers = Float[np.ndarray, "..."] | float
+"""One, or one for each case of several at once."""
 SELECTIVE = "selective"
 """Of `remat`: attention's own products alone, Korthikanti et al. (arXiv 2205.05198), section 5. Where attention never
 keeps its scores, as flash attention does not, there is nothing to compute again."""
@@ -19,7 +24,11 @@ keeps its scores, as flash attention does not, there is nothing to compute again
 
 @dataclass(frozen=True)
 class Job:
-    """A training run as the planner sees it: what is computed, where, and how it is cut."""
+    """A training run as the planner sees it: what is computed, where, and how it is cut.
+
+    Or many that differ in their mesh (but for `pipe`), microbatches and chunks alone, which then are arrays that
+    broadcast. Footprint and steps take them, and give as many numbers; see space.together.
+    """
 
     model: ModelConfig
     cluster: Cluster

@@ -13,9 +13,11 @@ operands once more, to scale and cast them, which is why they gain less than the
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxpar.planning.calibration import Calibration
 from jaxpar.planning.flops import attention_flops_per_token
-from jaxpar.planning.job import Job
+from jaxpar.planning.job import Job, Numbers
 from meshes.spec import Chip
 
 # Reads and writes of an activation, 2 bytes each, in units of the stream's width and of the MLP's, forward and
@@ -46,17 +48,17 @@ _BYTES = {"float32": 4.0, "float8": 1.0, "int8": 1.0, "float4": 0.5}
 class Seconds:
     """Of the forward and of the backward pass."""
 
-    forward: float
-    backward: float
+    forward: Numbers
+    backward: Numbers
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(self.forward + other.forward, self.backward + other.backward)
 
-    def __mul__(self, times: float) -> "Seconds":
+    def __mul__(self, times: Numbers) -> "Seconds":
         return Seconds(self.forward * times, self.backward * times)
 
     @property
-    def total(self) -> float:
+    def total(self) -> Numbers:
         return self.forward + self.backward
 
 
@@ -69,7 +71,7 @@ class LayerSeconds:
     elementwise: Seconds
 
     @property
-    def total(self) -> float:
+    def total(self) -> Numbers:
         return self.matmul.total + self.attention.total + self.elementwise.total
 
     def mixed(self, other: "LayerSeconds", share: float) -> "LayerSeconds":
@@ -131,7 +133,7 @@ def layer_seconds(job: Job, calibration: Calibration, speeds: _Rates) -> tuple[L
     """(a layer with a dense MLP, a layer with experts; the same where the model has none)."""
     model, tensor, tokens = job.model, job.mesh["tensor"], job.microbatch_tokens
     embed, fused = model.embed_dim, calibration.framework.fused
-    heads, kv_heads = model.num_heads / tensor, max(model.num_kv_heads / tensor, 1)
+    heads, kv_heads = model.num_heads / tensor, np.maximum(model.num_kv_heads / tensor, 1)
     attention_matmuls = product(speeds, tokens, embed, (heads + 2 * kv_heads) * model.head_dim)
     attention_matmuls += product(speeds, tokens, heads * model.head_dim, embed)
 
@@ -146,7 +148,7 @@ def layer_seconds(job: Job, calibration: Calibration, speeds: _Rates) -> tuple[L
     inputs = 2 if model.mlp == "swiglu" else 1
     per_width = Seconds(*(_SWIGLU_PASSES if inputs == 2 else _GELU_PASSES)[fused])
 
-    def mlp(rows: float, width: float) -> Seconds:
+    def mlp(rows: Numbers, width: Numbers) -> Seconds:
         return product(speeds, rows, embed, inputs * width) + product(speeds, rows, width, embed)
 
     width = model.mlp_dim / tensor
@@ -185,7 +187,7 @@ def head_seconds(job: Job, calibration: Calibration, speeds: _Rates) -> Seconds:
     return product(wide, tokens, job.model.embed_dim, vocab) + Seconds(logits / 2, logits / 2)
 
 
-def product(speeds: _Rates, m: float, k: float, n: float) -> Seconds:
+def product(speeds: _Rates, m: Numbers, k: Numbers, n: Numbers) -> Seconds:
     """[m, k] x [k, n]: forward; and backward, the gradients of both factors, the weight's summed in 4 bytes."""
     compute = 2 * m * n * k / speeds.matmul
     operands = speeds.operand_bytes

@@ -28,7 +28,6 @@ from jaxpar.parallel.pipeline.schedule import Placement, part_of
 from jaxpar.parallel.remat import Remat
 from jaxpar.planning.activations import (
     LayerBytes,
-    Numbers,
     backward_bytes,
     chunk_bytes,
     compiled_working_bytes,
@@ -39,7 +38,7 @@ from jaxpar.planning.activations import (
     working_bytes,
 )
 from jaxpar.planning.conventions import CONVENTIONS, Convention
-from jaxpar.planning.job import SELECTIVE, Job
+from jaxpar.planning.job import SELECTIVE, Job, Numbers
 from jaxpar.planning.schedules import stashes
 from jaxpar.planning.shapes import Share, num_moe_layers, shares
 from meshes.spec import Chip
@@ -196,7 +195,8 @@ class Footprint:
 
     def __init__(self, job: Job, convention: Convention, cases: Cases):
         self._job, self._convention, self._cases = job, convention, cases
-        found = shares(job.model, job.mesh)
+        # ZeRO-3 cuts nothing over `data`: fewer meshes differ.
+        found = shares(job.model, job.mesh if job.zero < 3 else {**job.mesh, "data": 1})
         if not convention.is_one_program:
             # Others cut one flat buffer: no dim is there to be divided.
             ranks = math.prod(job.mesh[axis] for axis in ("fsdp", "expert", "context"))
@@ -204,7 +204,7 @@ class Footprint:
         self._moe_share = num_moe_layers(job.model) / job.model.num_layers
         self._layer = found.layers(1 - self._moe_share, self._moe_share)
         self._of = sizes(job, cases.microbatches)
-        self._is_cut = job.zero == 3 and self._layer.whole > self._layer.kept
+        self._is_cut: Numbers = (job.zero == 3) * (self._layer.whole > self._layer.kept)
         self._own = self._layer * cases.layers
         if convention.is_one_program:
             cut = 1 if "pipe" in PARAMETER_RULES["vocab"] else job.mesh["pipe"]
@@ -288,15 +288,15 @@ class Footprint:
             / job.mesh["tensor"]
             * self._cases.has_head,
         }
-        if self._is_cut and convention.gathers_kernels:
+        if convention.gathers_kernels:
             # Two, one of them ahead of time, and one's whole gradient.
             kernel = job.model.embed_dim * job.model.mlp_dim / job.mesh["tensor"]
-            others["gathered weights"] = 3 * job.compute_bytes * kernel
-        elif self._is_cut:
+            others["gathered weights"] = self._is_cut * 3 * job.compute_bytes * kernel
+        else:
             # A whole stage's weights, or two layers', one of them ahead of time; and a layer's whole gradient.
             layers = 2 * self._layer.whole if job.reshard_after_forward else self._own.whole
             weights = job.compute_bytes * (layers + self._embedding.whole + self._head.whole)
-            others["gathered weights"] = weights + convention.gradients * self._layer.whole
+            others["gathered weights"] = self._is_cut * (weights + convention.gradients * self._layer.whole)
         if job.mesh["pipe"] > 1:
             others["between stages"] = 2 * job.compute_bytes * of.stream
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
@@ -310,7 +310,7 @@ class Footprint:
             return self._of_stage(parameters, optimizer)
         layer = self._layer.whole
         # A layer's gradient is reduced beside the backward pass of the layer before it.
-        reduced = 4 * layer if self._is_cut or job.zero == 2 else 0.0
+        reduced = (1 if job.zero == 2 else self._is_cut) * 4 * layer
         others: dict[str, Numbers] = {"working": backward_bytes(job, of, layer), "a layer's gradient": reduced}
         if job.zero == 3:
             others["compiler's copies"] = 4 * own.transposed
@@ -320,8 +320,8 @@ class Footprint:
         others["head"] = 4 * last.whole * (2 if tied else 1)
         if job.zero == 2:
             others["head"] += 4 * embedding.whole
-        if self._is_cut and not job.reshard_after_forward:
-            others["gathered weights"] = short * own.whole
+        if not job.reshard_after_forward:
+            others["gathered weights"] = self._is_cut * short * own.whole
         # In place of a layer's backward pass the loss has the gathered head, a chunk of logits, the stream with its
         # norm and gradient, and the last layer's weights on their way.
         loss = short * (last.whole + layer + 3 * of.stream) + chunk_bytes(job, of)

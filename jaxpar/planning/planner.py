@@ -1,20 +1,22 @@
-"""The search for a layout: exact, without trying them all.
+"""The search for a layout: exact, without predicting them all.
 
-A job's step takes at least its kernels and its schedule's bubble, which are quickly told, as is its memory. What a
-mesh leaves open waits in a heap by the least time of all that fits: first one setting with one kind of remat, opened
-into numbers of microbatches and chunks, these into schedules, whose time is predicted. What comes out of the heap with
-a predicted time is the fastest that is left. So layouts are found in order of their best time, and with them the front
+A job's step takes at least its kernels, what its activations and tokens to experts take to travel, and its schedule's
+bubble. That and its memory are quickly told of all: settings that differ in their mesh alone are taken together, with
+all numbers of microbatches and all schedules, as arrays. Each setting with one kind of remat then waits in a heap by
+the least time of what fits of it. If it is first its steps are predicted, and it waits by the least of those; if it is
+first again, that is the fastest that is left. So layouts are found in order of their best time, and with them the front
 of time and memory: a job is on it if it takes less memory than all that came before. What is neither of a layout that
-is still wanted, nor may take less memory than was found, is not opened.
+is still wanted, nor may take less memory than was found, is dropped.
 """
 
 import functools
 import heapq
 import itertools
 import math
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -26,7 +28,7 @@ from jaxpar.planning.job import Job
 from jaxpar.planning.memory import PARTS, Cases, Footprint, Memory, memory, memory_limit
 from jaxpar.planning.schedules import bubble
 from jaxpar.planning.space import Rejection, Request, Setting
-from jaxpar.planning.step_time import StepTime, kernel_seconds, predict
+from jaxpar.planning.step_time import StepTime, least_steps, predict, steps
 
 GIB = 2**30
 
@@ -61,29 +63,6 @@ class Plan:
         return Counter(rejection.kind for rejection in self.rejections)
 
 
-@dataclass(frozen=True, eq=False)
-class _Table:
-    """A setting with a kind of remat: bytes, and least seconds, by microbatches and schedules; infinite what does not
-    fit."""
-
-    setting: Setting
-    remat: tuple[str, bool]
-    """See space.remats."""
-    bytes: Float[np.ndarray, "M K"]
-    seconds: Float[np.ndarray, "M K"]
-
-
-@dataclass(frozen=True)
-class _Node:
-    """In the heap: a table; of it, one number of microbatches and of chunks; or one schedule, whose time is known."""
-
-    table: _Table
-    least_bytes: float
-    row: int = -1
-    columns: tuple[int, ...] = ()
-    is_known: bool = False
-
-
 def plan(request: Request, top: int = 10, framework: str = "jaxpar") -> Plan:
     """The `top` fastest layouts that fit, and the front. Raises ValueError for what `Request.check` and predict do."""
     request.check()
@@ -91,139 +70,155 @@ def plan(request: Request, top: int = 10, framework: str = "jaxpar") -> Plan:
     return _Search(request, convention(framework), calibration).run(top)
 
 
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """A setting with a kind of remat, by numbers of microbatches and schedules."""
+
+    setting: Setting
+    remat: tuple[str, bool]
+    """See space.remats."""
+    counts: tuple[int, ...]
+    """Of microbatches."""
+    bytes: Float[np.ndarray, "M K"]
+    seconds: Float[np.ndarray, "M K"]
+    """Of a step, infinite where it does not fit."""
+    least_bytes: float
+    is_exact: bool = False
+    """Or seconds are the least that a step may take."""
+
+    def best(self, limit: float) -> "_Entry":
+        """Of what takes less than so many bytes the fastest, of several as fast the smallest."""
+        seconds = np.where(self.bytes < limit, self.seconds, math.inf)
+        least = seconds.min()
+        size = np.where(seconds == least, self.bytes, math.inf)
+        row, column = divmod(int(size.argmin()), size.shape[1])
+        return _Entry(float(least), float(size[row, column]), row, column)
+
+
+class _Entry(NamedTuple):
+    seconds: float
+    bytes: float
+    row: int
+    column: int
+
+
 class _Search:
     def __init__(self, request: Request, convention: Convention, calibration: Calibration):
         self._request, self._convention, self._calibration = request, convention, calibration
         self._limit = memory_limit(request.cluster.chip, convention)
+        self._heap: list[tuple[float, bool, float, int, _Table]] = []
+        """By least seconds. Of what is as fast, first comes what is not known exactly, as it may turn out smaller, then
+        what is smaller; and so as not to compare tables, a number."""
         self._ticket = itertools.count()
-        self._heap: list[tuple[float, int, _Node]] = []
-        self._kernels: dict[tuple[int, int, int, int, tuple[str, bool]], tuple[float, float]] = {}
+        self._nearest: dict[int, tuple[float, Job | None]] = {}
+        """Of each mesh by its number, what takes the fewest bytes: how many, and, if they are too many, which job."""
 
     def run(self, top: int) -> Plan:
-        rejections: list[Rejection] = []
-        count = 0
-        nearest: Job | None = None
-        for mesh in space.meshes(self._request):
-            count += 1
-            if (rejection := space.obstacle(self._request, mesh)) is None and (
-                nearest := self._admit(mesh)
-            ) is not None:
-                rejection = _too_large(mesh, memory(nearest, self._convention))
-            if rejection is not None:
-                rejections.append(rejection)
+        meshes = list(space.meshes(self._request))
+        rejections: dict[int, Rejection] = {}
+        families: dict[Hashable, list[tuple[int, Setting]]] = defaultdict(list)
+        for number, mesh in enumerate(meshes):
+            if (obstacle := space.obstacle(self._request, mesh)) is not None:
+                rejections[number] = obstacle
+                continue
+            for setting in space.settings(self._request, mesh):
+                families[setting.family].append((number, setting))
+        for family in families.values():
+            self._admit(*zip(*family))
+        too_large = {number: job for number, (_, job) in self._nearest.items() if job is not None}
+        for number, job in too_large.items():
+            rejections[number] = _too_large(meshes[number], memory(job, self._convention))
+        reasons = tuple(rejections[number] for number in sorted(rejections))
+        if self._request.mesh is not None and too_large:
+            return Plan((self._choice(too_large[0]),), (), reasons, len(meshes))
+        return Plan(*self._take(top), reasons, len(meshes))
+
+    def _admit(self, numbers: Sequence[int], alike: Sequence[Setting]) -> None:
+        """Puts all that fits of a family, whose meshes have these numbers, into the heap."""
+        request, setting = self._request, space.together(alike)
+        stages = setting.mesh["pipe"]
+        schedules = space.schedules(request, stages)
+        counts = tuple(sorted({count for each in alike for count in space.microbatches(request, each.mesh)}))
+        shape = len(alike), len(counts), len(schedules)
+        cases = Cases.of(request.model.num_layers, stages, counts, schedules, self._convention.is_one_program)
+        job = space.jobs(request, setting, counts, ("none", False), schedules)
+        divides = np.equal(request.batch_size % (job.batch_ranks * job.num_microbatches), 0)
+        footprint = Footprint(job, self._convention, cases)
+        idle = _bubbles(stages, counts, schedules)[..., None]
+        for remat in space.remats(request, stages):
+            total = np.max(footprint.with_remat(*remat).total, axis=-1, keepdims=True)
+            size = np.broadcast_to(np.where(divides, total, math.inf)[..., 0], shape)
+            smallest = size.min(axis=(1, 2))
+            self._keep_nearest(numbers, alike, remat, counts, schedules, size)
+            if smallest.min() > self._limit:
+                continue
+            least = least_steps(space.jobs(request, setting, counts, remat, schedules), self._calibration, idle)
+            seconds = np.where(size <= self._limit, np.broadcast_to(least, (*shape, 1))[..., 0], math.inf)
+            bounds = seconds.min(axis=(1, 2))
+            for n in np.flatnonzero(bounds < math.inf).tolist():
+                table = _Table(alike[n], remat, counts, size[n], seconds[n], float(smallest[n]))
+                heapq.heappush(self._heap, (float(bounds[n]), False, 0.0, next(self._ticket), table))
+
+    def _keep_nearest(
+        self,
+        numbers: Sequence[int],
+        alike: Sequence[Setting],
+        remat: tuple[str, bool],
+        counts: Sequence[int],
+        schedules: Sequence[tuple[str, int]],
+        size: Float[np.ndarray, "N M K"],
+    ) -> None:
+        flat = size.reshape(len(alike), -1)
+        places = flat.argmin(axis=1).tolist()
+        for number, setting, place, least in zip(numbers, alike, places, flat.min(axis=1).tolist()):
+            if least < self._nearest.get(number, (math.inf, None))[0]:
+                row, column = divmod(place, len(schedules))
+                fits = least <= self._limit
+                job = None if fits else space.job(self._request, setting, counts[row], remat, *schedules[column])
+                self._nearest[number] = least, job
+
+    def _take(self, top: int) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
+        """Out of the heap: the best of each layout, and the front."""
         ranked: dict[tuple[int, ...], Choice] = {}
         front: list[Choice] = []
-        least = math.inf
+        limit = math.inf  # of the bytes of what the front still lacks
         while self._heap:
-            _, _, node = heapq.heappop(self._heap)
-            key = tuple(size for axis, size in node.table.setting.mesh.items() if axis not in ("data", "fsdp"))
+            bound, _, _, _, table = heapq.heappop(self._heap)
+            key = tuple(size for axis, size in table.setting.mesh.items() if axis not in ("data", "fsdp"))
             is_wanted = len(ranked) < top and key not in ranked
-            if not is_wanted and node.least_bytes >= least:
+            if not is_wanted and table.least_bytes >= limit:
                 continue
-            if node.row < 0:
-                self._open(node.table)
-            elif not node.is_known:
-                self._predict(node)
-            else:
-                choice = self._choice(self._job(node.table, node.row, node.columns[0]))
+            found = table.best(math.inf if is_wanted else limit)
+            if found.seconds == bound and table.is_exact:
+                choice = self._choice(self._job(table, found))
                 if is_wanted:
                     ranked[key] = choice
-                if node.least_bytes < least:
+                if found.bytes < limit:
                     front.append(choice)
-                    least = node.least_bytes
-        if self._request.mesh is not None and nearest is not None:
-            return Plan((self._choice(nearest),), (), tuple(rejections), count)
-        return Plan(tuple(ranked.values()), tuple(front), tuple(rejections), count)
+                    limit = found.bytes
+                found = table.best(limit)
+            elif found.seconds == bound:
+                table = self._predicted(table)
+                found = table.best(math.inf if is_wanted else limit)
+            if found.seconds < math.inf:
+                place = found.seconds, table.is_exact, found.bytes, next(self._ticket)
+                heapq.heappush(self._heap, (*place, table))
+        return tuple(ranked.values()), tuple(front)
 
-    def _admit(self, mesh: Mapping[str, int]) -> Job | None:
-        """Puts what fits of a mesh into the heap; where nothing does, returns what comes nearest."""
-        fits, smallest = False, math.inf
-        nearest: tuple[_Table, int, int] | None = None
-        for setting in space.settings(self._request, mesh):
-            footprint = self._footprint(setting)
-            for remat in space.remats(self._request, mesh["pipe"]):
-                total = np.max(footprint.with_remat(*remat).total, axis=-1)
-                least = float(total.min())
-                if least <= self._limit:
-                    fits = True
-                    seconds = np.where(total <= self._limit, self._seconds(setting, remat), math.inf)
-                    table = _Table(setting, remat, total, seconds)
-                    self._push(float(seconds.min()), _Node(table, least))
-                elif not fits and least < smallest:
-                    row, column = np.unravel_index(total.argmin(), total.shape)
-                    smallest, nearest = least, (_Table(setting, remat, total, total), int(row), int(column))
-                if np.min(footprint.least) > self._limit:
-                    break
-        assert fits or nearest is not None
-        return None if fits or nearest is None else self._job(*nearest)
-
-    def _open(self, table: _Table) -> None:
-        """Into microbatches and chunks: schedules of as many differ in their bubble alone."""
-        by_chunks = _columns(space.schedules(self._request, table.setting.mesh["pipe"]))
-        for row, seconds in enumerate(table.seconds):
-            for columns in by_chunks:
-                fitting = tuple(k for k in columns if seconds[k] < math.inf)
-                if fitting:
-                    least = min(float(table.bytes[row, k]) for k in fitting)
-                    self._push(min(float(seconds[k]) for k in fitting), _Node(table, least, row, fitting))
-
-    def _predict(self, node: _Node) -> None:
-        """Into schedules."""
-        table, row = node.table, node.row
+    def _predicted(self, table: _Table) -> _Table:
         stages = table.setting.mesh["pipe"]
         schedules = space.schedules(self._request, stages)
-        count = space.microbatches(self._request, table.setting.mesh)[row]
-        found = predict(self._job(table, row, node.columns[0]), self._calibration)
-        idle = [bubble(schedules[k][0], stages, count, schedules[k][1]) for k in node.columns]
-        late = found.step / (found.step - found.jitter)
-        for k, each in zip(node.columns, idle):
-            time = found.step + (each / idle[0] - 1) * found.bubble * late if idle[0] else found.step
-            self._push(time, _Node(table, float(table.bytes[row, k]), row, (k,), is_known=True))
+        job = space.jobs(self._request, table.setting, table.counts, table.remat, schedules)
+        seconds = steps(job, self._calibration, _bubbles(stages, table.counts, schedules)[..., None])
+        of_all = np.broadcast_to(seconds, (*table.bytes.shape, 1))[..., 0]
+        return replace(table, seconds=np.where(table.seconds < math.inf, of_all, math.inf), is_exact=True)
 
-    def _seconds(self, setting: Setting, remat: tuple[str, bool]) -> Float[np.ndarray, "M K"]:
-        """Least of a step, by microbatches and schedules: kernels, and the schedule's bubble."""
-        stages, counts = setting.mesh["pipe"], space.microbatches(self._request, setting.mesh)
-        slowest, mean = np.array([self._kernel_seconds(setting, count, remat) for count in counts]).T
-        idle = _bubbles(stages, counts, space.schedules(self._request, stages))
-        return (np.array(counts) * slowest)[:, None] + idle * mean[:, None]
-
-    def _kernel_seconds(self, setting: Setting, count: int, remat: tuple[str, bool]) -> tuple[float, float]:
-        mesh = setting.mesh
-        ranks = mesh["data"] * mesh["fsdp"] * mesh["expert"] * mesh["context"] * count
-        key = ranks, mesh["expert"], mesh["tensor"], mesh["pipe"], remat
-        if key not in self._kernels:
-            self._kernels[key] = kernel_seconds(space.job(self._request, setting, count, remat), self._calibration)
-        return self._kernels[key]
-
-    def _footprint(self, setting: Setting) -> Footprint:
-        mesh = setting.mesh
-        cases = Cases.of(
-            self._request.model.num_layers,
-            mesh["pipe"],
-            space.microbatches(self._request, mesh),
-            space.schedules(self._request, mesh["pipe"]),
-            self._convention.is_one_program,
-        )
-        return Footprint(space.job(self._request, setting, 1, ("none", False)), self._convention, cases)
-
-    def _job(self, table: _Table, row: int, column: int) -> Job:
-        mesh = table.setting.mesh
-        count = space.microbatches(self._request, mesh)[row]
-        schedule = space.schedules(self._request, mesh["pipe"])[column]
-        return space.job(self._request, table.setting, count, table.remat, *schedule)
+    def _job(self, table: _Table, entry: _Entry) -> Job:
+        schedule = space.schedules(self._request, table.setting.mesh["pipe"])[entry.column]
+        return space.job(self._request, table.setting, table.counts[entry.row], table.remat, *schedule)
 
     def _choice(self, job: Job) -> Choice:
         return Choice(job, memory(job, self._convention), predict(job, self._calibration))
-
-    def _push(self, bound: float, node: _Node) -> None:
-        heapq.heappush(self._heap, (bound, next(self._ticket), node))
-
-
-@functools.cache
-def _columns(schedules: tuple[tuple[str, int], ...]) -> tuple[tuple[int, ...], ...]:
-    """Of schedules, those with as many chunks together."""
-    chunks = sorted({chunks for _, chunks in schedules})
-    return tuple(tuple(k for k, (_, own) in enumerate(schedules) if own == each) for each in chunks)
 
 
 @functools.cache

@@ -3,7 +3,10 @@
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.parallel.axes import (
     PARAMETER_RULES,
@@ -14,6 +17,7 @@ from jaxpar.parallel.axes import (
     padded_vocab,
     partition_spec,
 )
+from jaxpar.planning.job import Numbers
 from meshes.mesh import MESH_AXES
 from models.config import ModelConfig
 
@@ -25,23 +29,23 @@ Dims = tuple[tuple[str, int], ...]
 class Share:
     """Parameters on one device."""
 
-    whole: float
+    whole: Numbers
     """Of a copy that is whole over the axes that tokens are cut over: what a step computes with once it is gathered."""
-    kept: float
+    kept: Numbers
     """As FSDP cuts them."""
-    state: float
+    state: Numbers
     """As ZeRO-1 and 2 cut what an optimizer keeps, over `data` too."""
-    transposed: float
+    transposed: Numbers
     """Of `kept`, kernels whose last dim is cut."""
 
     def __add__(self, other: "Share") -> "Share":
-        return Share(*(a + b for a, b in zip(self._fields, other._fields)))
+        return Share(*(a + b for a, b in zip(self.numbers, other.numbers)))
 
-    def __mul__(self, times: float) -> "Share":
-        return Share(*(times * each for each in self._fields))
+    def __mul__(self, times: Numbers) -> "Share":
+        return Share(*(times * each for each in self.numbers))
 
     @property
-    def _fields(self) -> tuple[float, float, float, float]:
+    def numbers(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         return self.whole, self.kept, self.state, self.transposed
 
 
@@ -109,28 +113,47 @@ def _vectors(config: ModelConfig) -> Iterator[Dims]:
 
 
 def shares(config: ModelConfig, mesh: Mapping[str, int]) -> Shares:
-    """Of this model on a mesh with all axes."""
-    return _shares(config, tuple(mesh[axis] for axis in MESH_AXES))
+    """Of this model on a mesh with all axes; or on several, where sizes of axes are arrays."""
+    sizes = np.broadcast_arrays(*(mesh[axis] for axis in MESH_AXES))
+    each = [_shares(config, own) for own in zip(*(size.ravel().tolist() for size in sizes))]
+    if len(each) == 1:
+        return each[0]
+
+    def together(part: str) -> Share:
+        columns = zip(*(getattr(own, part).numbers for own in each))
+        return Share(*(np.reshape(column, sizes[0].shape) for column in columns))
+
+    return Shares(*(together(field.name) for field in fields(Shares)))
+
+
+def _shares(config: ModelConfig, sizes: tuple[int, ...]) -> Shares:
+    mesh = dict(zip(MESH_AXES, sizes, strict=True))
+    # Layers lie whole in their stages.
+    inside = tuple(1 if axis == "pipe" else size for axis, size in mesh.items())
+    return Shares(*_layer_shares(config, inside), *_end_shares(config, sizes))
 
 
 @functools.cache
-def _shares(config: ModelConfig, sizes: tuple[int, ...]) -> Shares:
+def _layer_shares(config: ModelConfig, sizes: tuple[int, ...]) -> tuple[Share, Share]:
+    """Of a layer with a dense MLP, and with experts."""
+    attention = _total(sizes, *attention_kernels(config), *_vectors(config))
+    dense = attention + _total(sizes, *mlp_kernels(config, config.mlp_dim))
+    return dense, attention + _total(sizes, *expert_kernels(config)) if config.num_experts else dense
+
+
+@functools.cache
+def _end_shares(config: ModelConfig, sizes: tuple[int, ...]) -> tuple[Share, Share]:
+    """Of the embedding, and of the head."""
     mesh = dict(zip(MESH_AXES, sizes, strict=True))
-
-    def total(*shapes: Dims) -> Share:
-        return sum((_share(dims, sizes) for dims in shapes), Share(0, 0, 0, 0))
-
     vocab, d = ("vocab", padded_vocab(config.vocab_size, mesh)), ("embed", config.embed_dim)
-    attention = total(*attention_kernels(config), *_vectors(config))
-    dense = attention + total(*mlp_kernels(config, config.mlp_dim))
     positions = ((("position", config.max_seq_len), d),) if config.positions == "learned" else ()
     norm: Dims = (("vector", config.embed_dim * (2 if config.norm == "layernorm" else 1)),)
-    return Shares(
-        dense=dense,
-        moe=attention + total(*expert_kernels(config)) if config.num_experts else dense,
-        embedding=total((vocab, d), *positions),
-        head=total(norm) if config.tie_embeddings else total((d, vocab), norm),
-    )
+    head = (norm,) if config.tie_embeddings else ((d, vocab), norm)
+    return _total(sizes, (vocab, d), *positions), _total(sizes, *head)
+
+
+def _total(sizes: tuple[int, ...], *shapes: Dims) -> Share:
+    return sum((_share(dims, sizes) for dims in shapes), Share(0, 0, 0, 0))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -138,16 +161,17 @@ def _share(shape: Dims, sizes: tuple[int, ...]) -> Share:
     mesh = dict(zip(MESH_AXES, sizes, strict=True))
     names, dims = zip(*shape)
 
-    def per_device(rules: Mapping[str, tuple[str, ...]], whole: bool = False) -> float:
-        spec = partition_spec(names, rules, mesh, dims)
+    def per_device(spec: P, whole: bool = False) -> float:
         axes = mesh_axes(spec)
         if whole:  # an expert's kernel stays with its rank of `expert`
             axes -= TOKEN_AXES - set(axes_of(spec[0]) if names[0] == "experts" else ())
         return math.prod(dims) / math.prod(mesh[axis] for axis in axes)
 
-    kept = per_device(PARAMETER_RULES)
-    last_is_cut = len(names) > 1 and names[-1] == "embed" and kept < per_device(PARAMETER_RULES, whole=True)
-    return Share(per_device(PARAMETER_RULES, whole=True), kept, per_device(STATE_RULES), kept if last_is_cut else 0.0)
+    spec = partition_spec(names, PARAMETER_RULES, mesh, dims)
+    state = partition_spec(names, STATE_RULES, mesh, dims) if mesh["data"] > 1 else spec
+    whole, kept = per_device(spec, whole=True), per_device(spec)
+    last_is_cut = len(names) > 1 and names[-1] == "embed" and kept < whole
+    return Share(whole, kept, per_device(state), kept if last_is_cut else 0.0)
 
 
 def num_moe_layers(config: ModelConfig) -> int:

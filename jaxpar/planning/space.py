@@ -8,8 +8,10 @@ alike). A mesh that cannot be is told with its reason.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from jaxpar.parallel.context import ContextStrategy
 from jaxpar.parallel.context.order import Order, multiple
@@ -85,6 +87,11 @@ class Setting:
     zero: int
     reshard_after_forward: bool
     context: ContextStrategy
+
+    @property
+    def family(self) -> tuple[int, int, bool, ContextStrategy]:
+        """The same for settings that can be taken `together`."""
+        return self.mesh["pipe"], self.zero, self.reshard_after_forward, self.context
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,13 @@ def settings(request: Request, mesh: Mapping[str, int]) -> Iterator[Setting]:
                 yield Setting(mesh, zero, reshard, context)
 
 
+def together(alike: Sequence[Setting]) -> Setting:
+    """Of settings that differ in their mesh alone, but for `pipe`: one whose axes' sizes are arrays [N, 1, 1, 1], for
+    numbers of microbatches, schedules and stages to broadcast with."""
+    sizes = {axis: np.array([each.mesh[axis] for each in alike])[:, None, None, None] for axis in MESH_AXES}
+    return replace(alike[0], mesh={**sizes, "pipe": alike[0].mesh["pipe"]})  # type: ignore[dict-item]  # see Job
+
+
 def microbatches(request: Request, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Numbers that the batch divides into."""
     if request.num_microbatches is not None:
@@ -252,3 +266,15 @@ def job(
         reshard_after_forward=setting.reshard_after_forward,
         context=setting.context,
     )
+
+
+def jobs(
+    request: Request,
+    setting: Setting,
+    counts: Sequence[int],
+    remat: tuple[str, bool],
+    schedules: Sequence[tuple[str, int]],
+) -> Job:
+    """With each of these numbers of microbatches [M, 1, 1] and schedules [K, 1] at once; see Job."""
+    chunks = np.array([each for _, each in schedules])[:, None]
+    return job(request, setting, 1, remat).replace(num_microbatches=np.array(counts)[:, None, None], chunks=chunks)

@@ -4,29 +4,35 @@
     t         = kernels + exposed traffic of one microbatch in the slowest stage; t' in a mean one; C chunks
     exposed   = traffic - overlap x min(traffic, kernels beside it)
 
-A collective moves bytes at its busbw (nccl-tests, doc/PERFORMANCE.md: all-gather, reduce-scatter and all-to-all send
-(n - 1) / n of the whole buffer, an all-reduce twice that) over the levels of the hierarchy that its axis crosses, and
-waits the latency of a ring's n - 1 hops, or of a tree's 2 log2(n) where that is less. Weights gathered and gradients
-scattered per microbatch have that microbatch's kernels beside them; those moved once per step the first and the last
-microbatch's, or those of the first and last P in an interleaved pipeline, whose chunks are done one after another.
+How long traffic takes by itself is in link_time. Weights gathered and gradients scattered per microbatch have that
+microbatch's kernels beside them; those moved once per step the first and the last microbatch's, or those of the first
+and last P in an interleaved pipeline, whose chunks are done one after another. Each axis is taken to have those kernels
+for itself: that fits published runs a little better than to let each second of them hide but one.
+
 Source of the bubble: Megatron-LM (arXiv 2104.04473), section 2.2, and planning/schedules.py.
 """
 
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxpar.planning.calibration import Calibration
-from jaxpar.planning.collectives import bus_factor
 from jaxpar.planning.flops import (
     attention_flops_per_token,
     head_matmul_flops_per_token,
     matmul_flops_per_token,
     recomputed_flops_per_token,
 )
-from jaxpar.planning.job import Job
+from jaxpar.planning.job import Job, Numbers
+from jaxpar.planning.job_traffic import (
+    MicrobatchTraffic,
+    gathers_each_time,
+    least_microbatch_traffic,
+    microbatch_traffic,
+)
 from jaxpar.planning.kernel_time import (
     LayerSeconds,
     Seconds,
@@ -35,9 +41,8 @@ from jaxpar.planning.kernel_time import (
     peak_flops,
     rates,
 )
+from jaxpar.planning.link_time import collective_seconds, place
 from jaxpar.planning.schedules import bubble as schedule_bubble
-from jaxpar.planning.traffic import Stages, Traffic, TrafficSettings, activation_traffic, step_traffic, weight_traffic
-from meshes.mesh import MESH_AXES
 from models.config import ModelConfig
 from models.count import num_moe_layers, num_parameters
 
@@ -83,23 +88,20 @@ class StepTime:
 class _Stage:
     """The slowest stage: what it holds, and the seconds of one microbatch's kernels, the framework's part included."""
 
-    layers: float
-    heads: float
+    layers: Numbers
+    heads: Numbers
     layer: LayerSeconds
-    again: float
+    again: Numbers
     """What a layer's backward pass computes again."""
     head: Seconds
     overhead: float
 
     @property
-    def layer_total(self) -> float:
-        return self.overhead * (self.layer.total + self.again)
+    def kernels(self) -> Numbers:
+        layers = self.layers * (self.layer.total + self.again)
+        return self.overhead * (layers + self.heads * self.head.total)
 
-    @property
-    def kernels(self) -> float:
-        return self.layers * self.layer_total + self.heads * self.overhead * self.head.total
-
-    def mean_share(self, model: ModelConfig, stages: int) -> float:
+    def mean_share(self, model: ModelConfig, stages: int) -> Numbers:
         """A mean stage's time over this one's."""
         return (model.num_layers + self.heads) / ((self.layers + self.heads) * stages)
 
@@ -108,21 +110,57 @@ class _Ledger:
     """Adds up traffic, beside compute and not."""
 
     def __init__(self, job: Job, calibration: Calibration):
-        self.exposed: dict[str, float] = defaultdict(float)
-        self.hidden: dict[str, float] = defaultdict(float)
-        self._overlap = calibration.chip.overlap
-        self._axes = set(calibration.framework.overlaps)
-        # Tokens travel to experts beside another chunk's kernels, where they leave the server, or beside none.
-        stride, size = _place(job, "expert")
-        if job.chunks == 1 or stride * size <= job.cluster.levels[0].size:
-            self._axes.discard("expert")
+        self.exposed: dict[str, Numbers] = defaultdict(float)
+        self.hidden: dict[str, Numbers] = defaultdict(float)
+        self._overlaps: dict[str, Numbers] = dict.fromkeys(calibration.framework.overlaps, calibration.chip.overlap)
+        if "expert" in self._overlaps:
+            # Tokens travel to experts beside another chunk's kernels, where they leave the server, or beside none.
+            stride, size = place(job, "expert")
+            self._overlaps["expert"] *= (job.chunks > 1) * (stride * size > job.cluster.levels[0].size)
 
-    def charge(self, axes: str, seconds: float, beside: float, times: int) -> float:
+    def charge(self, axes: str, seconds: Numbers, beside: Numbers, times: Numbers) -> Numbers:
         """Traffic of `times` microbatches, each with `beside` seconds of kernels; what is exposed of one."""
-        covered = self._overlap * min(seconds, beside) if axes.split("+", 1)[0] in self._axes else 0.0
-        self.exposed[axes] += times * (seconds - covered)
-        self.hidden[axes] += times * covered
+        covered = self._overlaps.get(axes.split("+", 1)[0], 0.0) * np.minimum(seconds, beside)
+        self.exposed[axes] = self.exposed[axes] + times * (seconds - covered)
+        self.hidden[axes] = self.hidden[axes] + times * covered
         return seconds - covered
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """Seconds."""
+
+    microbatch: Numbers
+    """One in the slowest stage: kernels, and what is exposed."""
+    bubble: Numbers
+    once: Numbers
+    update: Numbers
+    jitter: Numbers
+    """Of the rest."""
+    num_microbatches: Numbers
+
+    @property
+    def ideal(self) -> Numbers:
+        return self.num_microbatches * self.microbatch + self.bubble + self.once + self.update
+
+    @property
+    def total(self) -> Numbers:
+        return self.ideal * (1 + self.jitter)
+
+
+def _step(
+    job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger, traffic: MicrobatchTraffic, idle: Numbers
+) -> _Step:
+    """idle: the schedule's bubble."""
+    microbatch = stage.kernels + _per_microbatch(job, calibration, stage, ledger, traffic)
+    return _Step(
+        microbatch,
+        bubble=stage.mean_share(job.model, job.mesh["pipe"]) * microbatch * idle,
+        once=_once(job, calibration, stage, ledger, traffic),
+        update=_update_seconds(job, calibration),
+        jitter=calibration.chip.jitter * np.log2(np.maximum(1.0, job.num_devices / job.cluster.levels[0].size)),
+        num_microbatches=job.num_microbatches,
+    )
 
 
 def predict(job: Job, calibration: Calibration) -> StepTime:
@@ -131,52 +169,49 @@ def predict(job: Job, calibration: Calibration) -> StepTime:
     Raises:
       ValueError: the chip does not multiply in the job's precision, or the cluster has too few devices.
     """
-    model, stages, microbatches = job.model, job.mesh["pipe"], job.num_microbatches
-    stage = _slowest_stage(job, calibration)
-    kernels, ledger = stage.kernels, _Ledger(job, calibration)
-    slow = kernels + _per_microbatch(job, calibration, stage, ledger)
-    once = _once(job, calibration, stage, ledger)
-    bubble = stage.mean_share(model, stages) * slow * schedule_bubble(job.pipeline, stages, microbatches, job.chunks)
-    update = _update_seconds(job, calibration)
-    ideal = microbatches * slow + bubble + once + update
-    jitter = ideal * _jitter(job, calibration)
+    model, times = job.model, job.num_microbatches
+    stage, ledger = _slowest_stage(job, calibration), _Ledger(job, calibration)
+    idle = schedule_bubble(job.pipeline, job.mesh["pipe"], times, job.chunks)
+    step = _step(job, calibration, stage, ledger, microbatch_traffic(job), idle)
 
-    rate = job.tokens_per_step / (ideal + jitter) / job.num_devices
+    rate = job.tokens_per_step / float(step.total) / job.num_devices
     per_token = matmul_flops_per_token(model) + attention_flops_per_token(model, job.seq_len, causal=True)
     recomputed = recomputed_flops_per_token(model, job.seq_len, job.remat_policy)
     if _reruns(job, calibration):
         recomputed += _forward_flops_per_token(job)
     mfu = rate * 3 * per_token / peak_flops(job.cluster.chip, job.precision)
-    times = microbatches * stage.layers
     return StepTime(
-        matmul=times * stage.layer.matmul.total,
-        attention=times * stage.layer.attention.total,
-        elementwise=times * stage.layer.elementwise.total,
-        recompute=times * stage.again,
-        head=microbatches * stage.heads * stage.head.total,
-        overhead=microbatches * kernels * (1 - 1 / stage.overhead),
-        exposed=dict(ledger.exposed),
-        hidden=dict(ledger.hidden),
-        bubble=bubble,
-        optimizer=update,
-        jitter=jitter,
-        step=ideal + jitter,
+        matmul=float(times * stage.layers * stage.layer.matmul.total),
+        attention=float(times * stage.layers * stage.layer.attention.total),
+        elementwise=float(times * stage.layers * stage.layer.elementwise.total),
+        recompute=float(times * stage.layers * stage.again),
+        head=float(times * stage.heads * stage.head.total),
+        overhead=float(times * stage.kernels * (1 - 1 / stage.overhead)),
+        exposed={axes: float(seconds) for axes, seconds in ledger.exposed.items()},
+        hidden={axes: float(seconds) for axes, seconds in ledger.hidden.items()},
+        bubble=float(step.bubble),
+        optimizer=float(step.update),
+        jitter=float(step.ideal * step.jitter),
+        step=float(step.total),
         tokens_per_second_per_device=rate,
         mfu=mfu,
         hfu=mfu * (1 + recomputed / (3 * per_token)),
     )
 
 
-def kernel_seconds(job: Job, calibration: Calibration) -> tuple[float, float]:
-    """(the slowest stage's kernels for one microbatch, a mean stage's as the bubble counts it): with M of the first and
-    the schedule's bubble of the second predict's step is never shorter."""
+def steps(job: Job, calibration: Calibration, idle: Numbers) -> Numbers:
+    """Seconds of the steps of many jobs, of one mesh; predict's. idle: of each, its schedule's bubble."""
+    return _steps(job, calibration, microbatch_traffic(job), idle)
+
+
+def least_steps(job: Job, calibration: Calibration, idle: Numbers) -> Numbers:
+    """Of many jobs, of one mesh or several, what `steps` are never shorter than: see least_microbatch_traffic."""
+    return _steps(job, calibration, least_microbatch_traffic(job), idle)
+
+
+def _steps(job: Job, calibration: Calibration, traffic: MicrobatchTraffic, idle: Numbers) -> Numbers:
     stage = _slowest_stage(job, calibration)
-    kernels = stage.kernels * (1 + _jitter(job, calibration))
-    return kernels, kernels * stage.mean_share(job.model, job.mesh["pipe"])
-
-
-def _jitter(job: Job, calibration: Calibration) -> float:
-    return calibration.chip.jitter * math.log2(max(1.0, job.num_devices / job.cluster.levels[0].size))
+    return _step(job, calibration, stage, _Ledger(job, calibration), traffic, idle).total
 
 
 def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
@@ -187,20 +222,21 @@ def _slowest_stage(job: Job, calibration: Calibration) -> _Stage:
     layer = dense.mixed(experts, num_moe_layers(model) / model.num_layers)
     again = _recomputed_share(job) * (layer.matmul.forward + layer.attention.forward)
     if not job.remat_policy.keeps_all:
-        again += layer.elementwise.forward
+        again = again + layer.elementwise.forward
     if _reruns(job, calibration):
-        again += layer.matmul.forward + layer.attention.forward + layer.elementwise.forward
+        again = again + layer.matmul.forward + layer.attention.forward + layer.elementwise.forward
     head = head_seconds(job, calibration, speeds)
 
-    def stage(layers: float, heads: float) -> _Stage:
+    def stage(layers: Numbers, heads: Numbers) -> _Stage:
         return _Stage(layers, heads, layer, again, head, calibration.framework.overhead)
 
     if stages == 1 or model.num_layers % stages == 0:
         return stage(model.num_layers / stages, 1)
     worth = head.total / (layer.total + again)
-    last = max(0, math.floor((model.num_layers + worth) / stages - worth))
-    others = math.ceil((model.num_layers - last) / (stages - 1))
-    return max(stage(last, 1), stage(others, 0), key=lambda each: each.kernels)
+    last = np.maximum(0, np.floor((model.num_layers + worth) / stages - worth))
+    others = np.ceil((model.num_layers - last) / (stages - 1))
+    is_last = stage(last, 1).kernels >= stage(others, 0).kernels
+    return stage(np.where(is_last, last, others), np.where(is_last, 1, 0))
 
 
 def _reruns(job: Job, calibration: Calibration) -> bool:
@@ -218,173 +254,62 @@ def _forward_flops_per_token(job: Job) -> float:
     return matmul_flops_per_token(job.model) - head_matmul_flops_per_token(job.model) + attention
 
 
-def _per_microbatch(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger) -> float:
+def _per_microbatch(
+    job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger, traffic: MicrobatchTraffic
+) -> Numbers:
     """Exposed seconds of one microbatch's traffic: activations, tokens to experts, hops, and weights that are gathered
     each time."""
     share, kernels, times = stage.layers / job.model.num_layers, stage.kernels, job.num_microbatches
-    weights, activations = _traffic(job)
-    exposed = 0.0
-    for axes, ops in activations.items():
-        seconds = share * _seconds(job, calibration, axes, ops, job.model.num_layers)
-        exposed += ledger.charge(axes, seconds, kernels, times)
-    if job.mesh["expert"] > 1 and job.model.num_experts:
+    exposed: Numbers = 0.0
+    for axes, ops in traffic.activations.items():
+        seconds = share * collective_seconds(job, calibration, axes, ops, job.model.num_layers)
+        exposed = exposed + ledger.charge(axes, seconds, kernels, times)
+    if job.model.num_experts and np.any(np.greater(job.mesh["expert"], 1)):
         seconds = share * num_moe_layers(job.model) * _expert_seconds(job, calibration)
-        exposed += ledger.charge("expert", seconds, kernels, times)
+        exposed = exposed + ledger.charge("expert", seconds, kernels, times)
     if job.mesh["pipe"] > 1:
-        exposed += ledger.charge("pipe", _hop_seconds(job, calibration), kernels, times)
-    if _gathers_each_time(job):
-        for axes, ops in weights.items():
+        exposed = exposed + ledger.charge("pipe", _hop_seconds(job, calibration), kernels, times)
+    if gathers_each_time(job):
+        for axes, ops in traffic.weights.items():
             gathers = {op: size for op, size in ops.items() if op != "all-reduce"}
-            seconds = share * _seconds(job, calibration, axes, gathers, 2 * job.model.num_layers)
-            exposed += ledger.charge(axes, seconds, kernels, times)
+            seconds = share * collective_seconds(job, calibration, axes, gathers, 2 * job.model.num_layers)
+            exposed = exposed + ledger.charge(axes, seconds, kernels, times)
     return exposed
 
 
-def _once(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger) -> float:
+def _once(job: Job, calibration: Calibration, stage: _Stage, ledger: _Ledger, traffic: MicrobatchTraffic) -> Numbers:
     """Exposed seconds of what is moved once per step."""
-    share, rounds = stage.layers / job.model.num_layers, min(job.mesh["pipe"], job.num_microbatches)
-    window = stage.kernels * (rounds if job.chunks > 1 else 1)
-    exposed = 0.0
-    for axes, ops in _traffic(job)[0].items():
-        rest = {op: size for op, size in ops.items() if op == "all-reduce" or not _gathers_each_time(job)}
+    share, rounds = stage.layers / job.model.num_layers, np.minimum(job.mesh["pipe"], job.num_microbatches)
+    window = stage.kernels * np.where(np.greater(job.chunks, 1), rounds, 1)
+    exposed: Numbers = 0.0
+    for axes, ops in traffic.weights.items():
+        rest = {op: size for op, size in ops.items() if op == "all-reduce" or not gathers_each_time(job)}
         if rest:
-            seconds = share * _seconds(job, calibration, axes, rest, job.model.num_layers)
-            exposed += ledger.charge(axes, seconds, window, 1)
+            seconds = share * collective_seconds(job, calibration, axes, rest, job.model.num_layers)
+            exposed = exposed + ledger.charge(axes, seconds, window, 1)
     return exposed
 
 
-def job_traffic(job: Job) -> dict[str, int]:
-    """Bytes that each device moves per step, by mesh axis, "+" between joined ones: collectives' whole buffers, as
-    `traffic` counts them. A pipeline's hops are those that carry something."""
-    stages = None
-    if job.mesh["pipe"] > 1:
-        num_parts = job.mesh["pipe"] * job.chunks
-        stages = Stages(
-            permutes=2 * job.num_microbatches * job.chunks,
-            num_chunks=job.chunks,
-            layers_per_chunk=-(-job.model.num_units // num_parts),
-            keeps_residuals=job.pipeline_residuals,
-        )
-    settings = TrafficSettings(
-        mesh=job.mesh,
-        batch_size=job.batch_size,
-        seq_len=job.seq_len,
-        num_microbatches=job.num_microbatches,
-        compute_bytes=job.compute_bytes,
-        reduce_bytes=job.reduce_bytes,
-        sequence_parallel=job.sequence_parallel,
-        reshard_after_forward=job.reshard_after_forward,
-        remat="none" if job.remat_policy.keeps_all else job.remat,
-        zero=job.zero,
-        context=job.context,
-        stages=stages,
-    )
-    return {axes: sum(ops.values()) for axes, ops in step_traffic(job.model, settings).items()}
-
-
-def _gathers_each_time(job: Job) -> bool:
-    return job.zero == 3 and (job.mesh["pipe"] == 1 or job.reshard_after_forward)
-
-
-def _traffic(job: Job) -> tuple[Traffic, Mapping[str, Mapping[str, float]]]:
-    """Of one microbatch through all layers: what moves weights, what moves activations."""
-    remat = job.remat_policy
-    common = job.model, tuple(job.mesh[axis] for axis in MESH_AXES), job.compute_bytes, job.reduce_bytes, job.zero
-    weights = _cached_traffic(
-        weight_traffic,
-        *common,
-        reshard_after_forward=job.reshard_after_forward and job.zero == 3,
-        remat=job.remat if remat.every > 1 else "full",
-    )
-    # Proportional to a microbatch's tokens: made once for them all.
-    activations = _cached_traffic(
-        activation_traffic,
-        *common,
-        batch_size=job.batch_size,
-        seq_len=job.seq_len,
-        sequence_parallel=job.sequence_parallel,
-        remat="none" if remat.keeps_all else job.remat,
-        context=job.context,
-    )
-    times = job.num_microbatches
-    return weights, {axes: {op: size / times for op, size in ops.items()} for axes, ops in activations.items()}
-
-
-@functools.lru_cache(maxsize=65536)
-def _cached_traffic(
-    traffic: Callable[[ModelConfig, TrafficSettings], Traffic],
-    config: ModelConfig,
-    mesh: tuple[int, ...],
-    compute_bytes: int,
-    reduce_bytes: int,
-    zero: int,
-    batch_size: int = 1,
-    seq_len: int = 1,
-    **settings,
-) -> Traffic:
-    sizes = dict(zip(MESH_AXES, mesh, strict=True))
-    own = {"compute_bytes": compute_bytes, "reduce_bytes": reduce_bytes, "zero": zero, **settings}
-    return traffic(config, TrafficSettings(sizes, batch_size, seq_len, num_microbatches=1, **own))
-
-
-def _place(job: Job, axes: str) -> tuple[int, int]:
-    """(stride, size) of the groups of one or several axes."""
-    names = axes.split("+")
-    inside = MESH_AXES[MESH_AXES.index(names[-1]) + 1 :]
-    return math.prod(job.mesh[axis] for axis in inside), math.prod(job.mesh[axis] for axis in names)
-
-
-def _seconds(job: Job, calibration: Calibration, axes: str, ops: Mapping[str, float], count: float) -> float:
-    """Of the collectives of one group of axes, all of an operation's bytes in `count` equal ones."""
-    stride, size = _place(job, axes)
-    bandwidth = job.cluster.bandwidth(stride, size) * calibration.chip.network
-    hop = job.cluster.latency(stride, size)
-    latency = count * hop * min(size - 1, 2 * math.log2(size))
-    total = 0.0
-    for op, num_bytes in ops.items():
-        if op == "collective-permute":
-            total += num_bytes / bandwidth + count * hop
-        elif op == "all-to-all":
-            total += num_bytes * _all_to_all(job, stride, size) / calibration.chip.network + count * hop
-        else:
-            total += bus_factor(op.replace("-", "_"), size) * num_bytes / bandwidth + latency
-    return total
-
-
-def _all_to_all(job: Job, stride: int, size: int) -> float:
-    """Seconds per byte: unlike a ring's, each device's bytes for other servers leave through its own network card."""
-    total, inside, crossed = 0.0, 1, job.cluster.level_of(stride, size)
-    for level in job.cluster.levels:
-        reached = size if level is crossed else max(inside, min(size, level.size // stride))
-        within = level is job.cluster.levels[0] and reached > 1
-        bandwidth = job.cluster.bandwidth(stride, reached) if within else level.bandwidth
-        total += (reached - inside) / size / bandwidth
-        if level is crossed:
-            break
-        inside = reached
-    return total
-
-
-def _expert_seconds(job: Job, calibration: Calibration) -> float:
+def _expert_seconds(job: Job, calibration: Calibration) -> Numbers:
     """Tokens to their experts and back, forward and backward, in one layer of one microbatch."""
     part = job.mesh["tensor"] if job.sequence_parallel else 1
     routed = job.microbatch_tokens / part * job.model.num_experts_per_token
     num_bytes = 4 * routed * job.model.embed_dim * job.compute_bytes
-    return _seconds(job, calibration, "expert", {"all-to-all": num_bytes}, 4)
+    return collective_seconds(job, calibration, "expert", {"all-to-all": num_bytes}, 4)
 
 
-def _hop_seconds(job: Job, calibration: Calibration) -> float:
+def _hop_seconds(job: Job, calibration: Calibration) -> Numbers:
     """Activations into a stage's chunks and gradients out of them, of one microbatch."""
     hops = 2 * job.chunks
-    return _seconds(job, calibration, "pipe", {"collective-permute": hops * _hop_bytes(job)}, hops)
+    return collective_seconds(job, calibration, "pipe", {"collective-permute": hops * _hop_bytes(job)}, hops)
 
 
-def _hop_bytes(job: Job) -> float:
+def _hop_bytes(job: Job) -> Numbers:
     part = job.mesh["tensor"] if job.sequence_parallel else 1
     return job.microbatch_tokens / part * job.model.embed_dim * job.compute_bytes
 
 
-def _update_seconds(job: Job, calibration: Calibration) -> float:
+def _update_seconds(job: Job, calibration: Calibration) -> Numbers:
     """Reading and writing a device's part of the optimizer's state."""
     axes = ("pipe", "fsdp", "expert", "context", "tensor", *(("data",) if job.zero < 3 else ()))
     part = num_parameters(job.model) / math.prod(job.mesh[axis] for axis in axes)

@@ -98,8 +98,8 @@ class _Parameter:
 def step_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
     """The traffic of one step over data, pipe, fsdp, expert, context and tensor."""
     experts = _experts(config, settings) if config.num_experts else ()
-    flows = *_weights(config, settings), *_activations(config, settings), *_context(config, settings), *experts
-    return _total(flows, settings)
+    activations = *_activations(config, settings), *_lookups(config, settings), *_context(config, settings)
+    return _total((*_weights(config, settings), *activations, *experts), settings)
 
 
 def weight_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
@@ -108,8 +108,14 @@ def weight_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
 
 
 def activation_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
-    """The part of step_traffic that moves activations and their gradients, but between experts."""
+    """The part of step_traffic that moves activations and their gradients, but between experts and in the lookup of
+    embeddings: in proportion to a rank's tokens, whichever axes cut the batch."""
     return _total((*_activations(config, settings), *_context(config, settings)), settings)
+
+
+def lookup_traffic(config: ModelConfig, settings: TrafficSettings) -> Traffic:
+    """The part of step_traffic that looks up embeddings."""
+    return _total(_lookups(config, settings), settings)
 
 
 def _total(flows: Iterable["_Flow"], settings: TrafficSettings) -> Traffic:
@@ -239,7 +245,7 @@ def _parameters(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Par
 
 
 def _activations(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
-    """Stages' hops, tensor parallelism's reductions, the lookup's exchanges, the loss's sums over the vocabulary."""
+    """Stages' hops, tensor parallelism's reductions, the loss's sums over the vocabulary."""
     times, stages = settings.num_microbatches, settings.stages
     tokens = settings.batch_size * settings.seq_len // times // _size(settings, TOKEN_AXES)
     one = tokens * config.embed_dim * settings.compute_bytes
@@ -268,20 +274,22 @@ def _activations(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Fl
         squares = times * tokens * max(settings.compute_bytes, 4)
         yield tensor, "all-reduce", (passes["exchange"] + depth) * norms * squares
 
-    vocab = padded_vocab(config.vocab_size, settings.mesh)
     over_vocab = ("tensor", "pipe") if spreads_head else tensor
     yield over_vocab, "all-reduce", times * 3 * tokens * max(settings.compute_bytes, 4)
 
-    yield from _lookup(settings, (vocab, config.embed_dim), ("vocab", "embed"), stream, times * tokens)
+
+def _lookups(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
+    """The exchanges of embeddings, and of learned positions."""
+    times = settings.num_microbatches
+    tokens = times * (settings.batch_size * settings.seq_len // times // _size(settings, TOKEN_AXES))
+    vocab = padded_vocab(config.vocab_size, settings.mesh)
+    yield from _lookup(settings, (vocab, config.embed_dim), ("vocab", "embed"), tokens)
     if config.positions == "learned":
-        yield from _lookup(
-            settings, (config.max_seq_len, config.embed_dim), ("position", "embed"), stream, times * tokens
-        )
+        yield from _lookup(settings, (config.max_seq_len, config.embed_dim), ("position", "embed"), tokens)
 
 
-def _lookup(
-    settings: TrafficSettings, dims: tuple[int, int], names: tuple[str, str], stream: int, tokens: int
-) -> Iterator[_Flow]:
+def _lookup(settings: TrafficSettings, dims: tuple[int, int], names: tuple[str, str], tokens: int) -> Iterator[_Flow]:
+    stream = tokens * dims[1] * settings.compute_bytes
     spec = partition_spec(names, PARAMETER_RULES, settings.mesh, dims)
     spec = without(spec, TOKEN_AXES if settings.zero < 3 else ())
     rows, columns = map(axes_of, without(spec, _whole_in_stages(settings)).partitions)
