@@ -18,7 +18,6 @@ from typing import Literal
 import numpy as np
 
 from jaxpar.kernels.attention import RESULT
-from jaxpar.parallel import expert
 from jaxpar.parallel.remat import INPUT, Remat
 from jaxpar.parallel.vocab import CHUNK_BYTES
 from jaxpar.planning.job import Job, Numbers
@@ -67,7 +66,8 @@ def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
     key = tokens * kv_heads * model.head_dim
     routed = tokens * (model.num_experts_per_token + model.num_shared_experts) * model.expert_mlp_dim / tensor
     stream = tokens * model.embed_dim / (tensor if job.sequence_parallel else 1)
-    room = expert.arrivals(1, job.mesh["expert"], model.num_experts, model.num_experts_per_token)
+    # A token's experts differ (expert.arrivals).
+    room = tokens * np.minimum(job.mesh["expert"] * model.num_experts_per_token, model.num_experts)
     return Sizes(
         tokens=tokens,
         stream=stream,
@@ -81,7 +81,7 @@ def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
         mlp=tokens * model.mlp_dim / tensor,
         routed=routed,
         exchanged=stream * model.num_experts_per_token,
-        room=tokens * room * model.expert_mlp_dim / tensor,
+        room=room * model.expert_mlp_dim / tensor,
     )
 
 
