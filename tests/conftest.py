@@ -3,8 +3,8 @@
 import gc
 import os
 
-# Compiling is most of the suite's time, and speed is not what it measures. The older emitters of fusions compile four
-# times as fast; versions that lack them pass over the option.
+# Compiling is most of the suite's time, and speed is not what it measures. The older emitters of fusions compile two
+# to four times as fast; versions that lack them pass over the option.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
