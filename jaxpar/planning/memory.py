@@ -215,11 +215,6 @@ class Footprint:
         """Of a chunk's weight gradients that wait, one microbatch."""
         self._fixed = self._compiled() if convention.is_one_program else self._framework()
 
-    @property
-    def least(self) -> Numbers:
-        """Bytes without any activation."""
-        return self._fixed.total
-
     def with_remat(self, text: str, residuals: bool = False) -> StageMemory:
         """residuals: whether a pipeline's stage keeps them, where it can be asked not to. Raises ValueError for what is
         no kind of remat."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jaxpar.planning import space
 from jaxpar.planning.calibration import Calibration, calibration_table
@@ -102,6 +102,49 @@ class _Entry(NamedTuple):
     column: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Family:
+    """Settings that differ in their mesh alone, by numbers of microbatches and schedules."""
+
+    request: Request
+    numbers: tuple[int, ...]
+    """Of the settings' meshes, among all."""
+    settings: tuple[Setting, ...]
+    counts: tuple[int, ...]
+    """Of microbatches: all that any of the meshes may have."""
+    schedules: tuple[tuple[str, int], ...]
+
+    @staticmethod
+    def of(request: Request, members: Sequence[tuple[int, Setting]]) -> "_Family":
+        """members: settings of the same `family`, each with the number of its mesh."""
+        numbers, settings = zip(*members)
+        counts = sorted({count for each in settings for count in space.microbatches(request, each.mesh)})
+        return _Family(request, numbers, settings, tuple(counts), space.schedules(request, settings[0].mesh["pipe"]))
+
+    @property
+    def stages(self) -> int:
+        return self.settings[0].mesh["pipe"]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.settings), len(self.counts), len(self.schedules)
+
+    @functools.cached_property
+    def divides(self) -> Bool[np.ndarray, "N M 1 1"]:
+        """Whether the batch divides into so many microbatches."""
+        job = self.jobs(("none", False))
+        return np.equal(job.batch_size % (job.batch_ranks * job.num_microbatches), 0)
+
+    def jobs(self, remat: tuple[str, bool]) -> Job:
+        """All."""
+        return space.jobs(self.request, space.together(self.settings), self.counts, remat, self.schedules)
+
+    def job(self, n: int, place: int, remat: tuple[str, bool]) -> Job:
+        """Of one setting the one at this place among microbatches and schedules."""
+        row, column = divmod(place, len(self.schedules))
+        return space.job(self.request, self.settings[n], self.counts[row], remat, *self.schedules[column])
+
+
 class _Search:
     def __init__(self, request: Request, convention: Convention, calibration: Calibration):
         self._request, self._convention, self._calibration = request, convention, calibration
@@ -123,8 +166,8 @@ class _Search:
                 continue
             for setting in space.settings(self._request, mesh):
                 families[setting.family].append((number, setting))
-        for family in families.values():
-            self._admit(*zip(*family))
+        for members in families.values():
+            self._admit(_Family.of(self._request, members))
         too_large = {number: job for number, (_, job) in self._nearest.items() if job is not None}
         for number, job in too_large.items():
             rejections[number] = _too_large(meshes[number], memory(job, self._convention))
@@ -133,49 +176,32 @@ class _Search:
             return Plan((self._choice(too_large[0]),), (), reasons, len(meshes))
         return Plan(*self._take(top), reasons, len(meshes))
 
-    def _admit(self, numbers: Sequence[int], alike: Sequence[Setting]) -> None:
-        """Puts all that fits of a family, whose meshes have these numbers, into the heap."""
-        request, setting = self._request, space.together(alike)
-        stages = setting.mesh["pipe"]
-        schedules = space.schedules(request, stages)
-        counts = tuple(sorted({count for each in alike for count in space.microbatches(request, each.mesh)}))
-        shape = len(alike), len(counts), len(schedules)
-        cases = Cases.of(request.model.num_layers, stages, counts, schedules, self._convention.is_one_program)
-        job = space.jobs(request, setting, counts, ("none", False), schedules)
-        divides = np.equal(request.batch_size % (job.batch_ranks * job.num_microbatches), 0)
-        footprint = Footprint(job, self._convention, cases)
+    def _admit(self, family: "_Family") -> None:
+        """Puts all of a family that fits into the heap."""
+        stages, counts, schedules = family.stages, family.counts, family.schedules
+        cases = Cases.of(self._request.model.num_layers, stages, counts, schedules, self._convention.is_one_program)
+        footprint = Footprint(family.jobs(("none", False)), self._convention, cases)
         idle = _bubbles(stages, counts, schedules)[..., None]
-        for remat in space.remats(request, stages):
+        for remat in space.remats(self._request, stages):
             total = np.max(footprint.with_remat(*remat).total, axis=-1, keepdims=True)
-            size = np.broadcast_to(np.where(divides, total, math.inf)[..., 0], shape)
+            size = np.where(family.divides, np.broadcast_to(total, (*family.shape, 1)), math.inf)[..., 0]
+            self._keep_nearest(family, remat, size)
             smallest = size.min(axis=(1, 2))
-            self._keep_nearest(numbers, alike, remat, counts, schedules, size)
             if smallest.min() > self._limit:
                 continue
-            least = least_steps(space.jobs(request, setting, counts, remat, schedules), self._calibration, idle)
-            seconds = np.where(size <= self._limit, np.broadcast_to(least, (*shape, 1))[..., 0], math.inf)
+            least = least_steps(family.jobs(remat), self._calibration, idle)
+            seconds = np.where(size <= self._limit, np.broadcast_to(least, (*family.shape, 1))[..., 0], math.inf)
             bounds = seconds.min(axis=(1, 2))
             for n in np.flatnonzero(bounds < math.inf).tolist():
-                table = _Table(alike[n], remat, counts, size[n], seconds[n], float(smallest[n]))
+                table = _Table(family.settings[n], remat, counts, size[n], seconds[n], float(smallest[n]))
                 heapq.heappush(self._heap, (float(bounds[n]), False, 0.0, next(self._ticket), table))
 
-    def _keep_nearest(
-        self,
-        numbers: Sequence[int],
-        alike: Sequence[Setting],
-        remat: tuple[str, bool],
-        counts: Sequence[int],
-        schedules: Sequence[tuple[str, int]],
-        size: Float[np.ndarray, "N M K"],
-    ) -> None:
-        flat = size.reshape(len(alike), -1)
-        places = flat.argmin(axis=1).tolist()
-        for number, setting, place, least in zip(numbers, alike, places, flat.min(axis=1).tolist()):
-            if least < self._nearest.get(number, (math.inf, None))[0]:
-                row, column = divmod(place, len(schedules))
-                fits = least <= self._limit
-                job = None if fits else space.job(self._request, setting, counts[row], remat, *schedules[column])
-                self._nearest[number] = least, job
+    def _keep_nearest(self, family: "_Family", remat: tuple[str, bool], size: Float[np.ndarray, "N M K"]) -> None:
+        flat = size.reshape(len(family.settings), -1)
+        places, least = flat.argmin(axis=1).tolist(), flat.min(axis=1).tolist()
+        for n, number in enumerate(family.numbers):
+            if least[n] < self._nearest.get(number, (math.inf, None))[0]:
+                self._nearest[number] = least[n], None if least[n] <= self._limit else family.job(n, places[n], remat)
 
     def _take(self, top: int) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
         """Out of the heap: the best of each layout, and the front."""
