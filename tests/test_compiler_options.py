@@ -42,38 +42,44 @@ H100S = "h100:32x8"
 LLAMA_8B, LLAMA_70B = preset("llama3-8b"), preset("llama3-70b")
 
 
-def audited(model: ModelConfig, mesh: str, batch_size: int, seq_len: int, options: str = "auto", **parallel) -> Audit:
+def audited(model: ModelConfig, mesh: str, batch_size: int, seq_len: int, options: str = "auto") -> Audit:
     config = Config(
         model=model,
         data=DataConfig(batch_size=batch_size, seq_len=seq_len),
-        parallel=ParallelConfig(mesh=mesh, **parallel),
+        parallel=ParallelConfig(mesh=mesh),
         run=RunConfig(compiler_options=options),
     )
     return audit(config, Topology.parse(H100S), 300, use_cache=False)
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "batch_size"),
-    [(LLAMA_70B, "fsdp=32,tensor=8", 32), pytest.param(LLAMA_8B, "fsdp=256", 256, marks=pytest.mark.slow)],
+    ("model", "mesh", "batch_size", "seq_len", "least"),
+    [
+        (LLAMA_70B, "fsdp=32,tensor=8", 32, 8192, {"fsdp": 0.8}),  # without the table 0.27 to 0.66
+        pytest.param(
+            LLAMA_8B, "fsdp=16,context=16", 16, 131072, {"fsdp+context": 0.8, "context": 0.9}, marks=pytest.mark.slow
+        ),
+    ],
 )
-def test_each_option_for_gpus_hides_more_behind_matmuls(model, mesh, batch_size):
-    """Nothing is computed twice for it, and next to no more held."""
-    found = audited(model, mesh, batch_size, 8192)
-    assert found.overlapped("fsdp") >= 0.8
+def test_with_the_gpu_table_transfers_hide_behind_matmuls(model, mesh, batch_size, seq_len, least):
+    """And nothing is computed twice for it."""
+    found = audited(model, mesh, batch_size, seq_len)
+    for axes, share in least.items():
+        assert found.overlapped(axes) >= share
     assert found.flops == pytest.approx(found.planned_flops, rel=0.01)
+
+
+@pytest.mark.slow
+def test_each_option_for_gpus_makes_a_better_program():
+    found = audited(LLAMA_8B, "fsdp=256", 256, 8192)
+    assert found.overlapped("fsdp") >= 0.8
     for option in TABLES["gpu"]:
         others = {other.name: other.value for other in TABLES["gpu"] if other is not option}
-        without = audited(model, mesh, batch_size, 8192, as_text(others))
+        without = audited(LLAMA_8B, "fsdp=256", 256, 8192, as_text(others))
         assert found.overlapped("fsdp") > without.overlapped("fsdp") + 0.1
         assert found.seconds.step < without.seconds.step
+        assert found.flops == pytest.approx(without.flops)
         assert found.program.total < 1.03 * without.program.total
-
-
-def test_a_ring_and_its_weights_gathers_hide_behind_attention():
-    found = audited(LLAMA_8B, "fsdp=16,context=16", 16, 131072, context_strategy="ring")
-    assert found.overlapped("context") >= 0.9
-    assert found.overlapped("fsdp+context") >= 0.8
-    assert found.flops == pytest.approx(found.planned_flops, rel=0.01)
 
 
 def test_gradients_are_reduce_scattered_over_a_whole_tpu_pod():
