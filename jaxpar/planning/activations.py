@@ -167,5 +167,9 @@ def operand_bytes(job: Job, of: Sizes) -> LayerBytes:
 
 
 def chunk_bytes(job: Job, of: Sizes) -> Numbers:
-    """One chunk of logits in float32, and what the loss makes of it: never more than a few of vocab's CHUNK_BYTES."""
-    return 3 * np.minimum(4 * of.tokens * job.model.vocab_size / job.mesh["tensor"], CHUNK_BYTES)
+    """One chunk of logits in float32, and what the loss makes of it: never more than a few of vocab's CHUNK_BYTES, but
+    on TPUs, which make less of one that may be a quarter of the head."""
+    columns = job.model.vocab_size / job.mesh["tensor"]
+    if job.cluster.torus:
+        return 2 * np.minimum(4 * of.tokens * columns, np.maximum(CHUNK_BYTES, job.model.embed_dim * columns))
+    return 3 * np.minimum(4 * of.tokens * columns, CHUNK_BYTES)

@@ -321,6 +321,9 @@ class Footprint:
             others["gathered weights"] = short * own.whole
         # The loss has its chunk of logits and the gathered head in place of a layer's backward pass.
         loss = short * last.whole + chunk_bytes(job, of) - others["working"] - per_layer
+        if job.cluster.torus:
+            # TPUs' compiler reduces the head's gradient before the layers'.
+            loss += others.pop("head") - others.get("a layer's gradient", 0.0) - others.get("compiler's copies", 0.0)
         others["loss"] = np.maximum(0.0, loss)
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
 
