@@ -50,6 +50,7 @@ class Target:
     platform: str
     device_kind: str = ""
     folds: Folds = IN_ONE
+    masks_by_place: bool = False
 
 
 H100 = Target("gpu")
@@ -314,6 +315,7 @@ def traffic_settings(config: Config, mesh: Mapping[str, int], target: Target = H
         context=pipelines.context_strategy(config, mesh, schedule),
         dispatch=setup.expert_strategy(config, target.platform, target.device_kind),
         folds=target.folds,
+        masks_by_place=target.masks_by_place,
         stages=stages,
     )
 

@@ -209,6 +209,33 @@ def test_flops_of_matmuls_in_every_form(left, right, body, flops):
     assert Work(module(operands + body)).flops == flops
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "call"),
+    [
+        ("8,4", "3,4,6", "%ragged-dot-none.1 = f32[8,6] custom-call(%a, %b)"),
+        ("8,4", "8,6", "%tgmm.8 = f32[3,4,6] custom-call(%i, %a, %b)"),
+        (
+            "8,4",
+            "3,4,6",
+            '%call = f32[8,6] custom-call(%i, %a, %b), custom_call_target="__gpu$xla.gpu.triton", '
+            'backend_config={name = "grouped_product"}',
+        ),
+    ],
+)
+def test_flops_of_grouped_products_are_those_of_filled_rows(left, right, call):
+    operands = f"  %i = s32[2] parameter(2)\n  %a = f32[{left}] parameter(0)\n  %b = f32[{right}] parameter(1)\n"
+    assert Work(module(f"{operands}  {call}"), filled=0.25).flops == 0.25 * 2 * 8 * 4 * 6
+
+
+def test_an_all_reduce_in_the_place_of_a_gather_is_no_surprise():
+    def found(size):
+        return {"fsdp": {op: {"bytes": n} for op, n in (("all-gather", 900), ("all-reduce", size))}}
+
+    planned = {"fsdp": {"all-gather": 1000}}
+    assert report.unclaimed(found(100), planned) == []
+    assert [surprise.bytes for surprise in report.unclaimed(found(200), planned)] == [100]
+
+
 LOOP = """\
 %body (p: f32[8,4]) -> f32[8,4] {
   %p = f32[8,4] parameter(0)

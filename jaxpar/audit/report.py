@@ -122,7 +122,8 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
     cluster = cluster_of(topology)
     job = job_of(config, cluster, mesh)
     dynamic_trips = tiles_per_call(job) if is_tiled(job, program.attention) else 1.0
-    target = Target(topology.platform, program.device_kind, program.folds)
+    by_place = program.attention == "splash" and not is_tiled(job, program.attention)
+    target = Target(topology.platform, program.device_kind, program.folds, by_place)
     filled = filled_rows(job, traffic_settings(config, mesh, target).dispatch)
     work = Work(Module.parse(program.hlo), branches_taken(config, mesh), dynamic_trips, filled)
     collectives = collectives_of(work, mesh)

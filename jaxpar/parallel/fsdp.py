@@ -130,23 +130,24 @@ _gather.defvjp(_forward, _backward)
 def reduce_scatter(addends: Float[Array, "..."], cuts: Cuts, folds: Folds = IN_ONE) -> Float[Array, "..."]:
     """This rank's part of the sum over the ranks: what was gathered last is cut first."""
     for dim, axes in reversed(cuts):
-        before, after = addends.shape[:dim], addends.shape[dim + 1 :]
-        if folds != IN_ONE and math.prod(before) > 1 and len(after) > 1:
-            # Within a stack, before two dims more, TPUs' compiler makes an all-reduce of it.
-            addends = addends.reshape(*before, addends.shape[dim], -1)
         for step in folds.scatters(axes):
-            if folds != IN_ONE and dim == addends.ndim - 1 == 1 and _is_narrow(addends, step):
-                # Of parts of less than a row of their memory TPUs' compiler makes an all-reduce.
-                addends = collectives.reduce_scatter(addends.T, step.axes, 0, step.groups).T
+            if folds == IN_ONE:
+                addends = lax.psum_scatter(addends, step.axes, scatter_dimension=dim, tiled=True)
             else:
-                addends = collectives.reduce_scatter(addends, step.axes, dim, step.groups)
-        addends = addends.reshape(*before, -1, *after)
+                addends = _scatter_on_torus(addends, step, dim)
     return addends
 
 
-def _is_narrow(x: Float[Array, "R D"], step: Step) -> bool:
-    ranks = len(step.groups[0]) if step.groups else lax.axis_size(step.axes)
-    return x.shape[1] // ranks % LANES > 0
+def _scatter_on_torus(x: Float[Array, "..."], step: Step, dim: int) -> Float[Array, "..."]:
+    """One step, of an array in a form of which TPUs' compiler makes no all-reduce and a slice: which it does within a
+    stack, before two dims more, and where a part is less than a row of the memory."""
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    if math.prod(before) > 1 and len(after) > 1:
+        x = x.reshape(*before, x.shape[dim], -1)
+    num_ranks = len(step.groups[0]) if step.groups else lax.axis_size(step.axes)
+    if dim == x.ndim - 1 == 1 and x.shape[1] // num_ranks % LANES:
+        return collectives.reduce_scatter(x.T, step.axes, 0, step.groups).T
+    return collectives.reduce_scatter(x, step.axes, dim, step.groups).reshape(*before, -1, *after)
 
 
 def save_all_but_gathered(primitive, *inputs, **params) -> bool:

@@ -188,7 +188,7 @@ def backward_bytes(job: Job, of: Sizes, layer: Numbers) -> Numbers:
 
 
 def chunk_bytes(job: Job, of: Sizes) -> Numbers:
-    """One chunk of logits in float32 (see vocab.CHUNK_BYTES), and its gradient."""
+    """One chunk of logits in float32 (see vocab.CHUNK_BYTES), and its gradient, which TPUs keep in float32 too."""
     columns = job.model.vocab_size / job.mesh["tensor"]
     logits = np.minimum(of.tokens * columns, np.maximum(CHUNK_BYTES, job.model.embed_dim * columns) / 4)
-    return (4 + job.compute_bytes) * logits
+    return (4 + (4 if job.cluster.torus else job.compute_bytes)) * logits

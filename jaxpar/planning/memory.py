@@ -303,23 +303,25 @@ class Footprint:
         parameters, sums, optimizer = self._state(own + embedding + head)
         if job.mesh["pipe"] > 1:
             return self._of_stage(parameters, optimizer)
-        layer = self._layer.whole
-        # A layer's gradient is reduced beside the backward pass of the layer before it.
-        reduced = (1 if job.zero == 2 else self._is_cut) * 4 * layer
-        others: dict[str, Numbers] = {"working": backward_bytes(job, of, layer), "a layer's gradient": reduced}
-        if job.zero == 3:
-            others["compiler's copies"] = 4 * own.transposed
-        several = cases.microbatches > 1
+        several, layer = cases.microbatches > 1, self._layer.whole
         per_layer = {1: short * own.whole, 2: 4 * own.state}.get(job.zero, 4 * own.kept)
         gradients = per_layer + np.where(several, sums, self._state(embedding)[1])
-        others["head"] = 4 * last.whole * (2 if tied else 1)
-        if job.zero == 2:
-            others["head"] += 4 * embedding.whole
+        head = 4 * last.whole * (2 if tied else 1) + (4 * embedding.whole if job.zero == 2 else 0.0)
+        # A layer's gradient is reduced beside the backward pass of the layer before it.
+        reduced = (1 if job.zero == 2 else self._is_cut) * 4 * layer
+        copies = 4 * own.transposed if job.zero == 3 else 0.0
+        others: dict[str, Numbers] = {"a layer's gradient": reduced, "compiler's copies": copies}
         if not job.reshard_after_forward:
             others["gathered weights"] = self._is_cut * short * own.whole
-        # In place of a layer's backward pass the loss has the gathered head, a chunk of logits, the stream with its
-        # norm and gradient, and the last layer's weights on their way.
-        loss = short * (last.whole + layer + 3 * of.stream) + chunk_bytes(job, of)
+        # The loss, with the gathered head and a chunk of logits, is there in place of a layer's backward pass.
+        if job.cluster.torus:
+            # TPUs' compiler reduces the head's gradient before the layers'.
+            others["working"] = compiled_working_bytes(job, of)
+            loss = head + short * last.whole + chunk_bytes(job, of) - per_layer - copies
+        else:
+            # Beside it are the stream with its norm and gradient, and the last layer's weights on their way.
+            others |= {"working": backward_bytes(job, of, layer), "head": head}
+            loss = short * (last.whole + layer + 3 * of.stream) + chunk_bytes(job, of)
         others["loss"] = np.maximum(0.0, loss - others["working"] - reduced)
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
 

@@ -77,6 +77,8 @@ class TrafficSettings:
     """Of the platform that the step is compiled for."""
     folds: Folds = IN_ONE
     """Of the devices that the step is compiled for, see parallel.fsdp."""
+    masks_by_place: bool = False
+    """Whether attention's masks go by places in the sequence, as those of TPUs' kernel do, and not by positions."""
     stages: Stages | None = None
     """None without `pipe`."""
 
@@ -315,7 +317,8 @@ def _context(config: ModelConfig, settings: TrafficSettings) -> Iterator[_Flow]:
     ranks, tensor = settings.mesh["context"], settings.mesh["tensor"]
     times, (depth, _), passes = settings.num_microbatches, _sizes(config, settings), _passes(config, settings)
     tokens = settings.batch_size * settings.seq_len // times // _size(settings, TOKEN_AXES)
-    yield ("context",), "all-gather", passes["stack"] * times * 2 * 4 * tokens * ranks
+    arrays = 1 if settings.masks_by_place else 2
+    yield ("context",), "all-gather", passes["stack"] * times * arrays * 4 * tokens * ranks
 
     layer = times * tokens * config.head_dim
     q_heads = config.num_heads // tensor
