@@ -18,8 +18,10 @@ from jaxpar.config import Config, DataConfig, ParallelConfig
 from models.config import ModelConfig
 
 H100 = Topology.parse("h100:1x8")
-MODEL = ModelConfig(vocab_size=512, embed_dim=256, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=1024)
-CONFIG = Config(model=MODEL, data=DataConfig(batch_size=16, seq_len=128), parallel=ParallelConfig(mesh="fsdp=8"))
+MODEL = ModelConfig(
+    vocab_size=512, embed_dim=1024, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=128, mlp_dim=4096
+)
+CONFIG = Config(model=MODEL, data=DataConfig(batch_size=16, seq_len=2048), parallel=ParallelConfig(mesh="fsdp=8"))
 KEYS = {"compile_seconds", "memory_bytes", "planned_memory_bytes", "fits", "flops", "estimated_cycles", "collectives"}
 KEYS |= {"planned_collectives", "surprises", "remat_duplicates", "estimated_step_seconds", "estimated_mfu"}
 
@@ -72,7 +74,7 @@ def test_what_was_compiled_is_kept(on_h100s):
 
 def test_the_command(on_h100s, tmp_path, capsys):
     args = ["audit", "--topology", "h100:1x8", "--mesh", "fsdp=8", "--json", "--strict"]
-    args += ["--batch-size", "16", "--seq-len", "128"]
+    args += ["--batch-size", "16", "--seq-len", "2048"]
     for name in ("vocab-size", "embed-dim", "num-layers", "num-heads", "num-kv-heads", "head-dim", "mlp-dim"):
         args += [f"--model.{name}", str(getattr(MODEL, name.replace("-", "_")))]
     page, text = tmp_path / "audit.html", tmp_path / "step.hlo"
@@ -93,16 +95,16 @@ def test_an_injected_collective_is_a_surprise(on_h100s):
     entry = on_h100s.program.hlo.index("\nENTRY ")
     at = on_h100s.program.hlo.index("\n", entry + 1) + 1
     injected = (
-        "  %q = bf16[77,4096]{1,0} custom-call()\n"
-        "  %g = bf16[616,4096]{1,0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}\n"
-        "  %a = bf16[77,4096,16]{2,1,0} custom-call()\n"
-        "  %b = bf16[77,4096,16]{2,1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}\n"
+        "  %q = bf16[77,16384]{1,0} custom-call()\n"
+        "  %g = bf16[616,16384]{1,0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}\n"
+        "  %a = bf16[77,16384,16]{2,1,0} custom-call()\n"
+        "  %b = bf16[77,16384,16]{2,1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}\n"
     )
     hlo = on_h100s.program.hlo[:at] + injected + on_h100s.program.hlo[at:]
     found = report.read(dataclasses.replace(on_h100s.program, hlo=hlo), CONFIG, H100)
     kinds = [(surprise.kind, surprise.bytes) for surprise in found.surprises]
-    assert ("unclaimed traffic", 77 * 4096 * 16 * 2) in kinds
-    assert ("gathered activation", 616 * 4096 * 2) in kinds
+    assert ("unclaimed traffic", 77 * 16384 * 16 * 2) in kinds
+    assert ("gathered activation", 616 * 16384 * 2) in kinds
 
 
 def test_a_parameter_that_is_not_cut_is_a_surprise():
@@ -113,8 +115,8 @@ def test_a_parameter_that_is_not_cut_is_a_surprise():
 
 
 def test_a_tpu_slice(cache):
-    model = MODEL.replace(vocab_size=256, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=128)
-    config = dataclasses.replace(CONFIG, model=model)
+    model = MODEL.replace(vocab_size=256, embed_dim=256, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=1024)
+    config = dataclasses.replace(CONFIG, model=model, data=DataConfig(batch_size=16, seq_len=128))
     topology = Topology.parse("v5e:2x4")
     found = report.audit(config, topology, 300)
     assert found.program.attention == "splash"

@@ -306,7 +306,7 @@ class Footprint:
         several, layer = cases.microbatches > 1, self._layer.whole
         per_layer = {1: short * own.whole, 2: 4 * own.state}.get(job.zero, 4 * own.kept)
         gradients = per_layer + np.where(several, sums, self._state(embedding)[1])
-        head = 4 * last.whole * (2 if tied else 1) + (4 * embedding.whole if job.zero == 2 else 0.0)
+        of_head = 4 * last.whole * (2 if tied else 1) + (4 * embedding.whole if job.zero == 2 else 0.0)
         # A layer's gradient is reduced beside the backward pass of the layer before it.
         reduced = (1 if job.zero == 2 else self._is_cut) * 4 * layer
         copies = 4 * own.transposed if job.zero == 3 else 0.0
@@ -316,13 +316,14 @@ class Footprint:
         # The loss, with the gathered head and a chunk of logits, is there in place of a layer's backward pass.
         if job.cluster.torus:
             # TPUs' compiler reduces the head's gradient before the layers'.
-            others["working"] = compiled_working_bytes(job, of)
-            loss = head + short * last.whole + chunk_bytes(job, of) - per_layer - copies
+            working = compiled_working_bytes(job, of)
+            loss = of_head + short * last.whole + chunk_bytes(job, of) - per_layer - copies
         else:
             # Beside it are the stream with its norm and gradient, and the last layer's weights on their way.
-            others |= {"working": backward_bytes(job, of, layer), "head": head}
+            working = backward_bytes(job, of, layer)
             loss = short * (last.whole + layer + 3 * of.stream) + chunk_bytes(job, of)
-        others["loss"] = np.maximum(0.0, loss - others["working"] - reduced)
+            others["head"] = of_head
+        others |= {"working": working, "loss": np.maximum(0.0, loss - working - reduced)}
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
 
     def _of_stage(self, parameters: Numbers, optimizer: Numbers) -> StageMemory:
