@@ -200,9 +200,12 @@ def gathered_activations(
     surprises = []
     for each in collectives:
         is_over_weights = not {*each.axes} - TOKEN_AXES - {"data"} and "context" not in each.axes
-        if each.op != "all-gather" or not is_over_weights or each.bytes * each.count <= SURPRISING * all_bytes:
+        if each.op != "all-gather" or not is_over_weights:
             continue
-        if strange := [size for size in each.elements if size not in sizes]:
+        strange = [size for size in each.elements if size not in sizes]
+        # Weights may be gathered in the same operation.
+        num_bytes = round(each.bytes * each.count * sum(strange) / sum(each.elements))
+        if num_bytes > SURPRISING * all_bytes:
             what = f"{each.name} ({each.op_name}) over {'+'.join(each.axes)}: {max(strange):,} elements, no weight's"
-            surprises.append(Surprise("gathered activation", what, each.bytes * each.count))
+            surprises.append(Surprise("gathered activation", what, num_bytes))
     return surprises
