@@ -88,7 +88,7 @@ def verify(config: Config, mesh: Mapping[str, int]) -> Verdict:
         and numbers["max_gradient_error"] <= TOLERANCE
     )
     held, note, schedule = found, "", pipelines.make_schedule(compiled, mesh["pipe"])
-    if schedule is not None and not _is_known(schedule):
+    if schedule is not None and not has_formulas(schedule):
         held = {"pipe": {op: found["pipe"][op] for op in expected["pipe"]}}
         note = f"of {schedule.kind} only the stages' hops are held against their formula"
     elif config.model.num_experts and mesh["expert"] > 1:
@@ -277,16 +277,18 @@ def compiled_step(config: Config, mesh: Mapping[str, int], devices: Sequence[jax
 def expected_traffic(config: Config, mesh: Mapping[str, int], target: Target = H100) -> Traffic:
     """What the strategies' formulas say that `compiled_traffic` finds."""
     settings, schedule = traffic_settings(config, mesh, target), pipelines.make_schedule(config, mesh["pipe"])
-    if schedule is None or _is_known(schedule):
+    if schedule is None or has_formulas(schedule):
         return step_traffic(config.model, settings)
     if lengths := pipelines.slice_lengths(config, mesh, schedule):
         settings = dataclasses.replace(settings, seq_len=max(lengths))
     return {"pipe": {"collective-permute": step_traffic(config.model, settings)["pipe"]["collective-permute"]}}
 
 
-def _is_known(schedule: Schedule) -> bool:
+def has_formulas(schedule: Schedule) -> bool:
     """Whether the formulas have all of its traffic, not the hops alone."""
-    return schedule.kind not in looped.KINDS and schedule.num_slices == 1
+    has_others = schedule.kind in looped.KINDS or schedule.num_slices > 1
+    is_updated_between = schedule.num_stages > 1 and schedule.kind in KINDS and not KINDS[schedule.kind].synchronous
+    return not has_others and not is_updated_between
 
 
 def traffic_settings(config: Config, mesh: Mapping[str, int], target: Target = H100) -> TrafficSettings:

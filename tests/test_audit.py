@@ -11,10 +11,13 @@ from jaxpar.audit import report
 from jaxpar.audit.compile import Parameter, compile_step
 from jaxpar.audit.hlo import read_collectives
 from jaxpar.audit.hlo_text import Module
-from jaxpar.audit.planned import cluster_of, job_of, step_flops
+from jaxpar.audit.planned import cluster_of, job_of, note_of, step_flops
 from jaxpar.audit.topology import Topology
 from jaxpar.audit.work import Duplicates, Work, touched_bytes
 from jaxpar.config import Config, DataConfig, ParallelConfig
+from jaxpar.planning.memory import memory
+from jaxpar.verify import expected_traffic
+from meshes import parse_mesh
 from models.config import ModelConfig
 
 H100 = Topology.parse("h100:1x8")
@@ -308,3 +311,29 @@ def test_a_fusion_touches_only_the_slice_that_it_takes():
     made = module(text + "  %f = f32[1,8] fusion(%a, %b), kind=kLoop, calls=%fused", fused)
     main = made.computations["main"]
     assert touched_bytes(made, main, main.instructions["f"]) == 32 + 4 + 32
+
+
+@pytest.mark.parametrize(
+    ("parallel", "note"),
+    [
+        ({"pipeline": "1f1b"}, ""),
+        ({"pipeline": "auto"}, "auto: memory is planned as 1f1b's"),
+        ({"pipeline": "gpipe"}, "gpipe: of what is sent the stages' hops alone are planned"),
+        (
+            {"pipeline": "terapipe", "slices": 2},
+            "terapipe: memory is planned as gpipe's and of what is sent the stages' hops alone are planned",
+        ),
+        (
+            {"pipeline": "pipedream"},
+            "pipedream: memory is planned as 1f1b's and of what is sent the stages' hops alone are planned",
+        ),
+    ],
+    ids=str,
+)
+def test_every_schedule_has_a_plan_or_a_note_of_what_it_leaves_out(parallel, note):
+    config = dataclasses.replace(CONFIG, parallel=ParallelConfig(mesh="pipe=2,fsdp=4", grad_accumulation=2, **parallel))
+    mesh = dict(parse_mesh("pipe=2,fsdp=4", 8))
+    assert note_of(config, mesh) == note
+    plan = memory(job_of(config, cluster_of(H100), mesh))
+    assert plan.fullest.total > 0
+    assert (set(expected_traffic(config, mesh)) == {"pipe"}) == ("hops" in note)

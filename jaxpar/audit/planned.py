@@ -27,6 +27,7 @@ from jaxpar.planning.job import Job
 from jaxpar.planning.shapes import num_moe_layers
 from jaxpar.training import pipelines
 from jaxpar.training.precision import Precision
+from jaxpar.verify import has_formulas
 from meshes.clusters import Cluster, load_cluster
 
 
@@ -45,6 +46,20 @@ def cluster_of(topology: Topology) -> Cluster:
     return dataclasses.replace(cluster, torus=torus, levels=levels)
 
 
+_LIKE = {"terapipe": "gpipe", "auto": "1f1b", "pipedream": "1f1b", "pipedream-2bw": "1f1b"}
+"""Kinds that the planner does not know, and whose memory is planned in their place."""
+
+
+def note_of(config: Config, mesh: Mapping[str, int]) -> str:
+    """What the plan leaves out of a pipeline's schedule; "" for nothing."""
+    schedule = pipelines.make_schedule(config, mesh["pipe"])
+    if schedule is None:
+        return ""
+    like = f"memory is planned as {_LIKE[schedule.kind]}'s" if schedule.kind in _LIKE else ""
+    hops = "" if has_formulas(schedule) else "of what is sent the stages' hops alone are planned"
+    return ": ".join([schedule.kind, " and ".join(filter(None, [like, hops]))]) if like or hops else ""
+
+
 def job_of(config: Config, cluster: Cluster, mesh: Mapping[str, int]) -> Job:
     """The config as the planner sees it."""
     parallel, dtypes = config.parallel, Precision.of(config.run)
@@ -57,7 +72,7 @@ def job_of(config: Config, cluster: Cluster, mesh: Mapping[str, int]) -> Job:
         batch_size=config.data.batch_size,
         num_microbatches=parallel.grad_accumulation,
         precision="float8" if config.run.matmul == "fp8" else config.run.precision,
-        pipeline=schedule.kind if schedule is not None else "1f1b",
+        pipeline=_LIKE.get(schedule.kind, schedule.kind) if schedule is not None else "1f1b",
         chunks=schedule.num_chunks if schedule is not None else 1,
         remat=parallel.remat,
         zero=parallel.zero,

@@ -15,6 +15,7 @@ from jaxpar.audit.planned import (
     filled_rows,
     is_tiled,
     job_of,
+    note_of,
     step_flops,
     tiles_per_call,
 )
@@ -27,7 +28,8 @@ from jaxpar.planning import flops as model_flops
 from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.memory import Memory, memory
 from jaxpar.planning.traffic import Traffic
-from jaxpar.verify import Target, expected_traffic, traffic_settings
+from jaxpar.training import pipelines
+from jaxpar.verify import Target, expected_traffic, has_formulas, traffic_settings
 from meshes.chips import peak_of
 
 SURPRISING = 0.01
@@ -63,6 +65,8 @@ class Audit:
     exposed: tuple[Collective, ...]
     """That no matmul hides, with most bytes first."""
     planned: Traffic
+    note: str
+    """What the plan leaves out."""
     surprises: tuple[Surprise, ...]
     seconds: Estimate
     mfu: float
@@ -103,6 +107,7 @@ class Audit:
             "planned_collectives": {
                 axes: {op: {"bytes": size} for op, size in ops.items()} for axes, ops in self.planned.items()
             },
+            "note": self.note,
             "surprises": [{"kind": s.kind, "what": s.what, "bytes": s.bytes} for s in self.surprises],
             "estimated_step_seconds": self.seconds.step,
             "estimated_seconds": {"compute": self.seconds.compute, "exposed": dict(self.seconds.exposed)},
@@ -128,6 +133,8 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
     work = Work(Module.parse(program.hlo), branches_taken(config, mesh), dynamic_trips, filled)
     collectives = collectives_of(work, mesh)
     planned = expected_traffic(config, mesh, target)
+    schedule = pipelines.make_schedule(config, mesh["pipe"])
+    claims_all = schedule is None or has_formulas(schedule)
     chip = cluster.chip
     calibration = calibration_table().of(chip).chip
     seconds = estimate(work, collectives, mesh, cluster, calibration, job.precision)
@@ -148,9 +155,10 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
         collectives=found,
         exposed=tuple(exposed),
         planned=planned,
+        note=note_of(config, mesh),
         surprises=tuple(
             (
-                *unclaimed(found, planned),
+                *unclaimed(found if claims_all else _of_planned(found, planned), planned),
                 *replicated(program.parameters, mesh),
                 *gathered_activations(collectives, program.parameters, mesh, program.folds),
             )
@@ -170,6 +178,10 @@ def totals(collectives: Sequence[Collective]) -> Totals:
         total["bytes"] += each.bytes * each.count
         total["overlapped_bytes"] += each.bytes * each.count if each.beside else 0
     return found
+
+
+def _of_planned(found: Totals, planned: Traffic) -> Totals:
+    return {axes: {op: found[axes][op] for op in ops if op in found.get(axes, {})} for axes, ops in planned.items()}
 
 
 def unclaimed(found: Mapping[str, Mapping[str, Mapping[str, int]]], planned: Traffic) -> list[Surprise]:

@@ -108,6 +108,8 @@ def _print(found) -> None:
         f"(compute {seconds.compute:.3g} s{'; exposed: ' + sent if sent else ''}), MFU {found.mfu:.1%}",
         highlight=False,
     )
+    if found.note:
+        console.print(found.note, highlight=False)
     for surprise in found.surprises:
         console.print(f"surprise: {surprise.kind}: {surprise.what}", highlight=False, markup=False)
     if not found.surprises:
