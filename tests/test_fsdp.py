@@ -1,4 +1,4 @@
-"""A reduce-scatter in steps along a torus is the one in one step."""
+"""Collectives in steps along a torus are those in one step."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.parallel.fsdp import reduce_scatter
+from jaxpar.parallel.fsdp import gathered, reduce_scatter
 from meshes import build_mesh, torus_factors
 
 
@@ -28,6 +28,28 @@ def test_steps_end_where_one_step_does(folds):
         found, in_one = scattered(folds), scattered(())
     np.testing.assert_allclose(found, np.sum(addends, axis=0), rtol=1e-12)
     np.testing.assert_allclose(found, in_one, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "folds", "num_gathers"),
+    [
+        ("fsdp=8,context=2", (("fsdp", (2, 2, 2)),), 3),
+        ("fsdp=8,context=2", (("fsdp", (2, 4)), ("context", (2,))), 1),
+        ("fsdp=2,context=8", (("fsdp", (2,)), ("context", (2, 2, 2))), 3),
+    ],
+)
+def test_a_weight_is_gathered_in_its_order(mesh, folds, num_gathers):
+    axes = "context", "fsdp"
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(32, 3)))
+
+    def local(part):
+        return gathered(part, ((0, axes),), jnp.dtype("float64"), folds)
+
+    with jax.set_mesh(build_mesh(mesh, devices=jax.devices()[:16])):
+        whole = jax.jit(jax.shard_map(local, in_specs=P(axes, None), out_specs=P(None, None), check_vma=False))
+        cut = jax.reshard(weight, P(axes, None))
+        assert str(jax.make_jaxpr(whole)(cut)).count("all_gather[") == num_gathers
+        np.testing.assert_array_equal(whole(cut), weight)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ Collectives per step, in bytes of the whole weight W of a tensor rank (a ring mo
                     (`reshard_after_forward`), or once
     reduce-scatter  W x reduction dtype, per microbatch
 On TPUs a reduce-scatter goes along one dimension of the torus after another (`Folds`), which moves as much: of one over
-a whole slice their compiler makes an all-reduce, of which each rank keeps a part.
+a whole slice their compiler makes an all-reduce, of which each rank keeps a part. Over a torus of three dimensions it
+makes one of an all-gather, too, which then goes along the nearest ranks first, and along two dimensions at once.
 An expert's kernel is cut over (context, fsdp), and gathered over those alone: `expert` cuts the experts.
 Limits: an embed dim that the axes do not divide is not cut over them; its gradient is then summed once a step.
 """
@@ -27,8 +28,10 @@ GATHERED = "gathered_weight"
 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]
 """Which dims of an array are cut over which mesh axes, in the order in which they are gathered."""
+_MOST_AT_ONCE = 2
+"""Dimensions of a torus that TPUs gather along at once."""
 Folds = tuple[tuple[str, tuple[int, ...]], ...]
-"""Mesh axes that a reduce-scatter takes in steps, with the steps' sizes, slowest first."""
+"""Mesh axes whose ranks lie along several dimensions of a torus, with their lengths, slowest first."""
 
 
 def gather(
@@ -41,20 +44,29 @@ def gather(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
 def _gather(weight, cuts, dtype, compute_dtype, reduce_dtype, folds):
-    return gathered(weight, cuts, compute_dtype)
+    return gathered(weight, cuts, compute_dtype, folds)
 
 
-def gathered(weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype) -> Float[Array, "..."]:
+def gathered(
+    weight: Float[Array, "..."], cuts: Cuts, compute_dtype: jnp.dtype, folds: Folds = ()
+) -> Float[Array, "..."]:
     """Likewise, for what is not differentiated."""
     weight = weight.astype(compute_dtype)
+    lengths = {axis: factors for axis, factors in folds if len(factors) > _MOST_AT_ONCE}
     for dim, axes in cuts:
-        weight = lax.all_gather(weight, axes, axis=dim, tiled=True)
+        if not any(axis in lengths for axis in axes):
+            weight = lax.all_gather(weight, axes, axis=dim, tiled=True)
+            continue
+        for axis in reversed(axes):
+            *slow, fastest = lengths.get(axis, (1,))
+            for groups in reversed(_steps((math.prod(slow), fastest) if slow else ())):
+                weight = lax.all_gather(weight, axis, axis=dim, tiled=True, axis_index_groups=groups)
     return checkpoint_name(weight, GATHERED)
 
 
 def _forward(weight, cuts, dtype, compute_dtype, reduce_dtype, folds):
     # Not _gather itself: a remat policy must see the gather, and does not see into a custom_vjp's primal.
-    return gathered(weight, cuts, compute_dtype), None
+    return gathered(weight, cuts, compute_dtype, folds), None
 
 
 def _backward(cuts, dtype, compute_dtype, reduce_dtype, folds, _, cotangent):

@@ -95,7 +95,7 @@ class Layout(Placement):
             return zero.gather(value, cuts, self.reduce_dtype, self.folds)
         cuts = self.token_cuts(self._met_spec(weight), weight.axes)
         if isinstance(value, Observed | Apart):
-            return dataclasses.replace(value, weight=fsdp.gathered(value.weight, cuts, self.compute_dtype))
+            return dataclasses.replace(value, weight=fsdp.gathered(value.weight, cuts, self.compute_dtype, self.folds))
         if self.mesh is None or self._whole_axes(weight.axes) >= gathered_axes(weight.axes):
             return value.astype(self.compute_dtype)
         return fsdp.gather(value, cuts, self.compute_dtype, self.reduce_dtype, self.folds)
