@@ -14,6 +14,7 @@ from jaxpar.audit.topology import Topology
 from jaxpar.audit.work import Kernel, Work
 from jaxpar.config import Config
 from jaxpar.parallel.axes import TOKEN_AXES
+from jaxpar.parallel.layout import MOST_PARTS
 from jaxpar.planning import flops as model_flops
 from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.memory import Memory, memory
@@ -197,6 +198,8 @@ def gathered_activations(
         whole = math.prod(parameter.shape) // math.prod(mesh[axis] for axis in others)
         layers = parameter.shape[0] // mesh["pipe"] if parameter.logical[0] == "layers" else 1
         sizes |= {whole, whole // layers}  # all that a stage has, or a layer's
+        if "mlp" in parameter.logical:
+            sizes |= {whole // layers // parts for parts in range(2, MOST_PARTS + 1)}
     surprises = []
     for each in collectives:
         is_over_weights = not {*each.axes} - TOKEN_AXES - {"data"} and "context" not in each.axes

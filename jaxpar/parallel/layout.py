@@ -47,9 +47,10 @@ from meshes import MESH_AXES
 F = TypeVar("F", bound=Callable)
 T = TypeVar("T")
 
-_LANES = 128
-_MOST_PARTS, _LEAST_WIDTH = 4, 2048
+MOST_PARTS = 4
 """Of a hidden layer that is computed in parts."""
+_LANES, _LEAST_WIDTH = 128, 2048
+"""Of what a part's width is a multiple, and how wide it is at least."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Layout(Placement):
         per_rank = width // self.axis_size(tensor.AXIS)
         if not self._is_on_tpus or self.schedule is not None or self.zero < 3 or self.is_fp8:
             return 1
-        parts = (n for n in range(_MOST_PARTS, 1, -1) if per_rank % (n * _LANES) == 0)
+        parts = (n for n in range(MOST_PARTS, 1, -1) if per_rank % (n * _LANES) == 0)
         return next((n for n in parts if per_rank // n >= _LEAST_WIDTH), 1)
 
     def enter_tensor(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
