@@ -1,6 +1,6 @@
 """The parts of a Transformer block. Each is written once, as if for one device; `Layout` says where it runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -12,6 +12,7 @@ from jaxpar.kernels.attention import Cache
 from jaxpar.kernels.mask import AttentionMask, Tokens
 from jaxpar.numerics import widened
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.parameter import Parameter, Part
 from models.config import ModelConfig
 from models.parameters import constant, declare, normal
 
@@ -175,6 +176,7 @@ class Mlp(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype, width: int | None = None):
         self.config = config
         embed, hidden, std = config.embed_dim, width or config.mlp_dim, config.init_std
+        self.width = hidden
         if config.mlp == "swiglu":
             self.gate = declare(rngs, (embed, hidden), ("embed", "mlp"), normal(std), dtype)
         self.up = declare(rngs, (embed, hidden), ("embed", "mlp"), normal(std), dtype)
@@ -194,9 +196,28 @@ class Mlp(nnx.Module):
 
     def addend(self, x: Float[Array, "B S D"], layout: Layout) -> Float[Array, "B S D"]:
         """Of what has entered `tensor`, this rank's addend of the output, without the last bias."""
+        num_parts = layout.hidden_parts(self.width)
+        if num_parts == 1:
+            return self._through({name: getattr(self, name) for name in self._names}, x, layout)
+        out = jnp.zeros_like(x)
+        for index in range(num_parts):
+            weights: dict[str, Parameter] = {
+                name: Part.of(getattr(self, name), "mlp", index, num_parts) for name in self._names
+            }
+            # In the backward pass the last part comes first, and is done with before the one before it begins.
+            x, out, weights = layout.made((x, out, weights))
+            out = out + self._through(weights, x, layout)
+        return out
 
+    @property
+    def _names(self) -> list[str]:
+        """Of the parameters that the hidden layer's width is a dim of."""
+        into = ["gate", "up"] if self.config.mlp == "swiglu" else ["up"]
+        return [*into, "down", *(name + "_bias" for name in into if self.config.mlp_bias)]
+
+    def _through(self, weights: Mapping[str, Parameter], x: Float[Array, "B S D"], layout: Layout):
         def into(name: str) -> Float[Array, "B S F"]:
-            hidden = layout.named("mlp_" + name, layout.project("bsd,df->bsf", x, getattr(self, name)))
-            return layout.shift(hidden, getattr(self, name + "_bias")) if self.config.mlp_bias else hidden
+            hidden = layout.named("mlp_" + name, layout.project("bsd,df->bsf", x, weights[name]))
+            return layout.shift(hidden, weights[name + "_bias"]) if self.config.mlp_bias else hidden
 
-        return layout.multiply("bsf,fd->bsd", activation(self.config, into), self.down)
+        return layout.multiply("bsf,fd->bsd", activation(self.config, into), weights["down"])

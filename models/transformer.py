@@ -14,6 +14,7 @@ from jaxpar.kernels.attention import Cache
 from jaxpar.numerics import widened
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.parameter import Parameter, Part
 from jaxpar.parallel.vocab import Objective
 from models.block import Block, Unit
 from models.config import ModelConfig
@@ -178,9 +179,12 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """(sum(loss_weights * objective), sum(loss_weights * cross-entropy)) of the last block's output: the caller has
         divided the weights by the step's count of tokens."""
+        whole = Part(self._head[...], self._head.axes, self._head.dims)
+        # The head's gradient is reduced before the layers' are made.
+        normed, head = layout.made((self.final_norm(x, layout), whole))
         return layout.cross_entropy(
-            self.final_norm(x, layout),
-            self._head(layout),
+            normed,
+            self._gathered(head, layout),
             batch.targets,
             batch.loss_weights,
             self.config.vocab_size,
@@ -204,7 +208,7 @@ class Transformer(nnx.Module):
     def logits_at(self, batch: Batch, place: Int[Array, ""], layout: Layout) -> Float[Array, "B V"]:
         """Scores of the token after that at a place of the arrays, in at least float32; padding scores -inf."""
         x, _ = self.hidden(batch, layout)
-        logits = layout.logits_at(self.final_norm(x, layout), self._head(layout), place)
+        logits = layout.logits_at(self.final_norm(x, layout), self._gathered(self._head, layout), place)
         in_vocab = jnp.arange(logits.shape[1]) < self.config.vocab_size
         return jnp.where(in_vocab[None], logits.astype(widened(logits.dtype)), -jnp.inf)
 
@@ -212,7 +216,10 @@ class Transformer(nnx.Module):
     def _has_learned_positions(self) -> bool:
         return self.config.positions == "learned"
 
-    def _head(self, layout: Layout) -> Float[Array, "D V"]:
-        if self.config.tie_embeddings:
-            return layout.gather(self.embedding).T
-        return layout.gather(self.head)
+    @property
+    def _head(self) -> nnx.Param:
+        return self.embedding if self.config.tie_embeddings else self.head
+
+    def _gathered(self, head: Parameter, layout: Layout) -> Float[Array, "D V"]:
+        gathered = layout.gather(head)
+        return gathered.T if self.config.tie_embeddings else gathered

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
+from jaxpar.parallel import layout as layouts
 from jaxpar.parallel.batch import Batch
+from jaxpar.parallel.layout import Layout
 from jaxpar.training import optimizers, setup
 from jaxpar.training.step import init_state, make_step
 from jaxpar.verify import gradient_errors, random_batch, true_sizes
@@ -75,8 +77,11 @@ def outcome(config: Config, on_mesh: bool = True):
 
 
 def check_same(layout: Config, reference: Config, tolerance: float) -> None:
-    params, grads, curve = outcome(layout)
-    want_params, want_grads, want_curve = outcome(reference, on_mesh=False)
+    check_outcome(outcome(layout), outcome(reference, on_mesh=False), tolerance)
+
+
+def check_outcome(have, want, tolerance: float) -> None:
+    (params, grads, curve), (want_params, want_grads, want_curve) = have, want
     assert params.keys() == want_params.keys()
     for name, value in params.items():
         np.testing.assert_array_equal(value, want_params[name], err_msg=name)
@@ -213,6 +218,15 @@ WITHOUT_SEQUENCE_PARALLELISM = {"sequence_parallel": False, "grad_accumulation":
 )
 def test_every_kind_of_block(model, mesh, parallel):
     check_same(config(model, mesh, **parallel), config(model), 1e-9)
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("tiny", "data=2,fsdp=2,tensor=2"), ("gpt2", "fsdp=4,tensor=2")])
+def test_what_is_done_on_tpus_alone(monkeypatch, model, mesh):
+    monkeypatch.setattr(Layout, "_is_on_tpus", True)
+    monkeypatch.setattr(layouts, "_LANES", 4)
+    monkeypatch.setattr(layouts, "_LEAST_WIDTH", 8)
+    have, want = outcome.__wrapped__(config(model, mesh)), outcome(config(model), on_mesh=False)
+    check_outcome(have, want, 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from jaxpar.audit.work import Duplicates, Kernel, Work
 from jaxpar.config import Config
 from jaxpar.parallel.axes import STATE_RULES, TOKEN_AXES, gathered_axes
 from jaxpar.parallel.fsdp import IN_ONE, Folds
+from jaxpar.parallel.layout import MOST_PARTS
 from jaxpar.planning import flops as model_flops
 from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.memory import Memory, memory
@@ -237,6 +238,8 @@ def gathered_activations(
         axes = tuple(axis for axis in STATE_RULES["embed"] if axis in parameter.axes and axis not in others)
         parts = [math.prod(step.num_ranks(mesh) for step in folds.gathers(axes)[n:]) for n in (1, 2)]
         sizes |= {size // part for size in (whole, whole // layers) for part in parts}
+        if "mlp" in parameter.logical:
+            sizes |= {whole // layers // parts for parts in range(2, MOST_PARTS + 1)}
     surprises = []
     for each in collectives:
         is_over_weights = not {*each.axes} - TOKEN_AXES and "context" not in each.axes

@@ -38,13 +38,19 @@ from jaxpar.parallel.expert import ExpertStrategy
 from jaxpar.parallel.parameter import Parameter
 from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.placement import Placement
-from jaxpar.parallel.product import Apart, Observed, product
+from jaxpar.parallel.product import Apart, Observed, made, product
 from jaxpar.parallel.remat import FULL, NAMES, NONE, Remat
 from jaxpar.parallel.vocab import Objective
 from jaxpar.parallel.zero import Weight
 from meshes import MESH_AXES
 
 F = TypeVar("F", bound=Callable)
+T = TypeVar("T")
+
+MOST_PARTS = 4
+"""Of a hidden layer that is computed in parts."""
+_LANES, _LEAST_WIDTH = 128, 2048
+"""Of what a part's width is a multiple, and how wide it is at least."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,22 @@ class Layout(Placement):
         assert name in NAMES
         return checkpoint_name(x, name)
 
+    def made(self, arrays: T) -> T:
+        """The arrays. On TPUs their gradients are all made before any is used: their compiler else computes what uses
+        one within the matmul that makes it, which takes longer than a pass over memory, and puts off reducing weights'
+        gradients, which then wait in float32 and whole."""
+        return made(arrays) if self._is_on_tpus else arrays
+
+    def hidden_parts(self, width: int) -> int:
+        """Into how many parts, one after the other, a hidden layer is cut to be computed: on TPUs some, of whole lanes.
+        What the backward pass of a recomputed block holds most of is hidden layers, and only a part's are then held at
+        once. One for weights that are no plain arrays, and where all of a matmul has one scale."""
+        per_rank = width // self.axis_size(tensor.AXIS)
+        if not self._is_on_tpus or self.schedule is not None or self.zero < 3 or self.is_fp8:
+            return 1
+        parts = (n for n in range(MOST_PARTS, 1, -1) if per_rank % (n * _LANES) == 0)
+        return next((n for n in parts if per_rank // n >= _LEAST_WIDTH), 1)
+
     def enter_tensor(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """From the residual stream to the input of column-parallel weights."""
         return tensor.enter(x, self.cuts_stream) if self.axis_size(tensor.AXIS) > 1 else x
@@ -133,7 +155,7 @@ class Layout(Placement):
 
     def scale(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x * vector over x's last dims, the vector's gradient left unsummed over the axes that it is owed over."""
-        return data.scale(x, vector[...])
+        return self.made(data.scale(x, vector[...]))
 
     def shift(self, x: Float[Array, "B S ..."], vector: Parameter) -> Float[Array, "B S ..."]:
         """x + vector over x's last dims, likewise."""
