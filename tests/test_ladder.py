@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
-from jaxpar.parallel import layout as layouts
+from jaxpar.parallel import parameter as parameters
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.layout import Layout
 from jaxpar.training import optimizers, setup
@@ -223,8 +223,8 @@ def test_every_kind_of_block(model, mesh, parallel):
 @pytest.mark.parametrize(("model", "mesh"), [("tiny", "data=2,fsdp=2,tensor=2"), ("gpt2", "fsdp=4,tensor=2")])
 def test_what_is_done_on_tpus_alone(monkeypatch, model, mesh):
     monkeypatch.setattr(Layout, "_is_on_tpus", True)
-    monkeypatch.setattr(layouts, "_LANES", 4)
-    monkeypatch.setattr(layouts, "_LEAST_WIDTH", 8)
+    monkeypatch.setattr(parameters, "LANES", 4)
+    monkeypatch.setattr(parameters, "LEAST_WIDTH", 8)
     have, want = outcome.__wrapped__(config(model, mesh)), outcome(config(model), on_mesh=False)
     check_outcome(have, want, 1e-9)
 

@@ -24,7 +24,7 @@ from jaxpar.audit.work import Duplicates, Kernel, Work
 from jaxpar.config import Config
 from jaxpar.parallel.axes import STATE_RULES, TOKEN_AXES, gathered_axes
 from jaxpar.parallel.fsdp import IN_ONE, Folds
-from jaxpar.parallel.layout import MOST_PARTS
+from jaxpar.parallel.parameter import MOST_PARTS
 from jaxpar.planning import flops as model_flops
 from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.memory import Memory, memory

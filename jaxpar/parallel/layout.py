@@ -35,7 +35,7 @@ from jaxpar.parallel.axes import (
 )
 from jaxpar.parallel.batch import Batch
 from jaxpar.parallel.expert import ExpertStrategy
-from jaxpar.parallel.parameter import Parameter
+from jaxpar.parallel.parameter import Parameter, num_parts
 from jaxpar.parallel.pipeline import executor
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.product import Apart, Observed, made, product
@@ -46,11 +46,6 @@ from meshes import MESH_AXES
 
 F = TypeVar("F", bound=Callable)
 T = TypeVar("T")
-
-MOST_PARTS = 4
-"""Of a hidden layer that is computed in parts."""
-_LANES, _LEAST_WIDTH = 128, 2048
-"""Of what a part's width is a multiple, and how wide it is at least."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +114,9 @@ class Layout(Placement):
         """Into how many parts, one after the other, a hidden layer is cut to be computed: on TPUs some, of whole lanes.
         What the backward pass of a recomputed block holds most of is hidden layers, and only a part's are then held at
         once. One for weights that are no plain arrays, and where all of a matmul has one scale."""
-        per_rank = width // self.axis_size(tensor.AXIS)
         if not self._is_on_tpus or self.schedule is not None or self.zero < 3 or self.is_fp8:
             return 1
-        parts = (n for n in range(MOST_PARTS, 1, -1) if per_rank % (n * _LANES) == 0)
-        return next((n for n in parts if per_rank // n >= _LEAST_WIDTH), 1)
+        return num_parts(width // self.axis_size(tensor.AXIS))
 
     def enter_tensor(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """From the residual stream to the input of column-parallel weights."""

@@ -7,6 +7,17 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
+MOST_PARTS = 4
+"""Of a hidden layer that is computed in parts."""
+LANES, LEAST_WIDTH = 128, 2048
+"""Of what a part's width is a multiple, and how wide it is at least."""
+
+
+def num_parts(width: int) -> int:
+    """The most equal parts that a rank's hidden layer divides into; 1 where none are wide enough."""
+    parts = (n for n in range(MOST_PARTS, 1, -1) if width % (n * LANES) == 0)
+    return next((n for n in parts if width // n >= LEAST_WIDTH), 1)
+
 
 class Parameter(Protocol):
     """A Flax parameter as `models.parameters.declare` makes it."""

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from jaxpar.kernels.attention import RESULT
+from jaxpar.parallel.parameter import num_parts
 from jaxpar.parallel.remat import INPUT, Remat
 from jaxpar.parallel.vocab import CHUNK_BYTES
 from jaxpar.planning.job import Job, Numbers
@@ -155,6 +156,14 @@ def _experts_bytes(job: Job, of: Sizes) -> Numbers:
     """Of experts' hidden activations in the backward pass of our own program."""
     short = job.compute_bytes
     return (3 * 4 + 6 * short if job.cluster.torus else 7 * short) * of.room
+
+
+def hidden_parts(job: Job) -> Numbers:
+    """Into how many parts TPUs compute a hidden layer, one after the other (see Layout.hidden_parts)."""
+    is_whole = not job.cluster.torus or job.model.num_experts or job.zero < 3 or job.precision == "float8"
+    if is_whole or job.mesh["pipe"] > 1:
+        return 1.0
+    return np.vectorize(num_parts, otypes=[float])(job.model.mlp_dim // job.mesh["tensor"])
 
 
 def operand_bytes(job: Job, of: Sizes) -> LayerBytes:

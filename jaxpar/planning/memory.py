@@ -18,7 +18,7 @@ Held against compiled programs in tests/test_memory.py.
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -31,6 +31,7 @@ from jaxpar.planning.activations import (
     backward_bytes,
     chunk_bytes,
     compiled_working_bytes,
+    hidden_parts,
     kept_by_all,
     kept_by_name,
     operand_bytes,
@@ -315,8 +316,13 @@ class Footprint:
             others["gathered weights"] = self._is_cut * short * own.whole
         # The loss, with the gathered head and a chunk of logits, is there in place of a layer's backward pass.
         if job.cluster.torus:
-            # TPUs' compiler reduces the head's gradient before the layers'.
-            working = compiled_working_bytes(job, of)
+            # TPUs' compiler reduces the head's gradient before the layers', and a part's of a hidden layer before the
+            # next's is made.
+            parts, model = hidden_parts(job), job.model
+            mlp = (3 if model.mlp == "swiglu" else 2) * model.embed_dim * model.mlp_dim / job.mesh["tensor"]
+            reduced = reduced - self._is_cut * 4 * mlp * (1 - 1 / parts)
+            others["a layer's gradient"] = reduced
+            working = compiled_working_bytes(job, replace(of, mlp=of.mlp / parts))
             loss = of_head + short * last.whole + chunk_bytes(job, of) - per_layer - copies
         else:
             # Beside it are the stream with its norm and gradient, and the last layer's weights on their way.
