@@ -68,9 +68,9 @@ def _print(found) -> None:
     table = Table("per device", "compiled", "planned", "difference", title="a step")
     for column in table.columns[1:]:
         column.justify = "right"
-    table.add_row("arguments", _gb(program.arguments), "", "")
-    table.add_row("temporaries", _gb(program.temporaries), "", "")
-    table.add_row("memory", _gb(program.total), _gb(plan.total), _difference(program.total, plan.total))
+    table.add_row("arguments, GB", _gb(program.arguments), "", "")
+    table.add_row("temporaries, GB", _gb(program.temporaries), "", "")
+    table.add_row("memory, GB", _gb(program.total), _gb(plan.total), _difference(program.total, plan.total))
     table.add_row(
         "FLOPs", f"{found.flops:.4g}", f"{found.planned_flops:.4g}", _difference(found.flops, found.planned_flops)
     )
