@@ -2,7 +2,7 @@
 
 from meshes.chips import CHIPS, chip, find_chip, peak_of
 from meshes.clusters import Cluster, Level, cluster_of, load_cluster
-from meshes.mesh import MESH_AXES, build_mesh, num_devices_of, num_torus_dims, parse_mesh, torus_factors
+from meshes.mesh import MESH_AXES, build_mesh, num_devices_of, num_torus_dims, parse_mesh, slice_factors, torus_factors
 from meshes.peak import PeakFlops, peak_flops
 from meshes.spec import Chip, Link
 
@@ -24,5 +24,6 @@ __all__ = [
     "parse_mesh",
     "peak_flops",
     "peak_of",
+    "slice_factors",
     "torus_factors",
 ]

@@ -115,6 +115,16 @@ def num_torus_dims(mesh: Mesh, axes: Sequence[str]) -> int:
     return sum(len(np.unique(places)) > 2 for places in coords.T)
 
 
+def slice_factors(mesh: Mesh) -> dict[str, int]:
+    """In how many of several TPU slices each axis has ranks; 1 for other devices."""
+
+    def num_slices(axis: str) -> int:
+        line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
+        return len({getattr(device, "slice_index", 0) for device in line}) if line[0].platform == "tpu" else 1
+
+    return {axis: num_slices(axis) for axis in mesh.axis_names}
+
+
 def _granules(devices: Sequence[jax.Device]) -> tuple[list[list[jax.Device]], str]:
     """Groups of devices with only fast links inside, and the attribute that tells them apart."""
     is_tpu = devices[0].platform == "tpu"

@@ -133,6 +133,26 @@ def test_a_tpu_slice(cache):
     assert 0 < found.program.temporaries < found.program.total < 0.1 * found.limit
 
 
+@pytest.mark.parametrize("flag", ["--hlo", "--html"])
+def test_where_nothing_can_be_written_is_said_first(flag, tmp_path, capsys):
+    for path in tmp_path, tmp_path / "absent" / "file":
+        with pytest.raises(SystemExit):
+            cli.main(["audit", "--topology", "h100:1x8", flag, str(path)])
+        assert f"cannot write {path}" in capsys.readouterr().err
+
+
+def test_slices_of_tpus(cache):
+    """A slice's program, whose hosts sum the gradients with the other's."""
+    model = MODEL.replace(vocab_size=256, num_layers=2)
+    parallel = ParallelConfig(mesh="data=2,fsdp=8", dcn_mesh="data=2")
+    config = dataclasses.replace(CONFIG, model=model, data=DataConfig(batch_size=16, seq_len=256), parallel=parallel)
+    found = report.audit(config, Topology.parse("2*v5p:2x2x2"), 300)
+    assert found.collectives["data"]["all-reduce"]["bytes"] == pytest.approx(found.planned["data"]["all-reduce"], 0.01)
+    assert found.collectives["data"]["all-reduce"]["bytes"] > 1e6
+    assert found.collectives["fsdp"]["all-gather"]["bytes"] == pytest.approx(found.planned["fsdp"]["all-gather"], 0.01)
+    assert found.surprises == ()
+
+
 def test_emulated_devices(cache):
     """Which send 16-bit floats as 32-bit ones."""
     found = report.audit(CONFIG, Topology.parse("cpu:8"), 300)

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.audit.hlo import UNKNOWN, Collective, read_collectives, summarize
+from jaxpar.audit.hlo_text import Module
 from jaxpar.audit.topology import gpu_devices
 
 AXES = ("data", "pipe", "fsdp", "expert", "context", "tensor")
@@ -463,6 +464,11 @@ def test_what_tpus_fuse_collectives_with():
     assert [(c.op, c.bytes, c.count, c.beside) for c in found] == [
         ("all-gather", 512, 1, "m"),
         ("reduce-scatter", 256, 1, ""),
+    ]
+    # In a loop whose trips depend on data there may be further steps, and no start.
+    parsed = Module.parse(module(body, before=CHAINED))
+    assert [parsed.computations[name].communicates for name in ("begin", "beside", "end", "scatter")] == [
+        *(True, False, False, True)
     ]
 
 

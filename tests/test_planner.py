@@ -170,6 +170,9 @@ def test_json(capsys, tmp_path):
         assert set(row["memory_bytes"]) == parts | {"total", "limit"}
         assert sum(row["memory_bytes"][part] for part in parts) == row["memory_bytes"]["total"]
         assert set(row["seconds"]) == {"compute", "exposed", "bubble", "optimizer", "step"}
+        parts = dict(row["seconds"])
+        step = parts.pop("step")
+        assert sum(parts.pop("exposed").values()) + sum(parts.values()) == pytest.approx(step)
         assert math.prod(row["mesh"].values()) == 16
         assert row["fits"] is True
         assert 0.1 < row["mfu"] <= row["hfu"] < 1

@@ -34,9 +34,10 @@ from jaxpar.parallel.fsdp import Folds
 from jaxpar.training import compiler_options, optimizers, runtime, setup
 from jaxpar.training.model import Model
 from jaxpar.training.step import abstract_batch, abstract_state, make_step
+from meshes import slice_factors
 
 _PROGRAM, _FACTS = "program.hlo.gz", "facts.json"
-_FORMAT = "2"
+_FORMAT = "3"
 """Of what is kept: another one for other facts, or for facts of another meaning."""
 _CUDNN = 91200
 """Of the version that attention kernels are asked for, where there is no cuDNN to tell its own."""
@@ -82,6 +83,8 @@ class Program:
     attention: Kernel
     """The kernel for a whole sequence."""
     mesh: dict[str, int]
+    slices: dict[str, int]
+    """In how many slices each axis has ranks."""
     folds: Folds
     device_kind: str
     parameters: tuple[Parameter, ...]
@@ -100,6 +103,8 @@ def compile_step(config: Config, topology: Topology, timeout: float, use_cache: 
     Raises ValueError, in one line, for what train.py or `devices_of` refuses, for what the compiler refuses (a TPU's
     does so where memory is short), and after `timeout` seconds.
     """
+    if topology.platform == "tpu" and config.run.precision == "float64":
+        raise ValueError(f"--precision float64: {topology.text} has no such floats; take float32, or cpu:N devices")
     with tempfile.TemporaryDirectory(prefix="jaxpar-audit-") as directory:
         work = Path(directory)
         (work / "config.toml").write_text(toml.dumps(config))
@@ -187,6 +192,7 @@ def _child(work: Path, text: str, cache: str) -> None:
             "options": options,
             "attention": model.layout.attention_kernel,
             "mesh": dict(mesh.shape),
+            "slices": slice_factors(mesh),
             "folds": [model.layout.folds.factors, [sorted(axes) for axes in model.layout.folds.wide]],
             "device_kind": devices[0].device_kind,
             "parameters": [dataclasses.asdict(each) for each in _parameters(model, mesh)],

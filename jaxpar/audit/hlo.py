@@ -7,7 +7,8 @@ and a loop's body is written once, however often it runs. So executions are mult
 and each collective's groups are matched with the mesh's axes.
 
 Limits: a conditional's branches count once each, an upper bound, since one of them runs, but where the caller
-knows by its name how often it is taken. Point-to-point `send` and `recv` are not collectives and are not read.
+knows by its name how often it is taken. Point-to-point `send` and `recv` are not collectives and are not read, but for
+those by which TPU slices' hosts do one.
 """
 
 import functools
@@ -72,10 +73,11 @@ def read_collectives(
     return collectives_of(Work(Module.parse(hlo_text), taken), mesh)
 
 
-def collectives_of(work: Work, mesh: Mapping[str, int]) -> list[Collective]:
-    """Likewise, of a parsed program."""
-    module = work.module
-    num_devices = math.prod(mesh.values())
+def collectives_of(work: Work, mesh: Mapping[str, int], slices: Mapping[str, int] | None = None) -> list[Collective]:
+    """Likewise, of a parsed program; on several slices of TPUs it is one slice's, and `slices` has in how many of them
+    each axis has ranks."""
+    module, slices = work.module, slices or {}
+    num_devices = math.prod(mesh.values()) // math.prod(slices.values())
     if module.num_partitions != num_devices:
         raise ValueError(
             f"the program is compiled for {module.num_partitions} devices, but mesh {dict(mesh)} has "
@@ -84,7 +86,8 @@ def collectives_of(work: Work, mesh: Mapping[str, int]) -> list[Collective]:
     executions = _executions(module, work.taken)
     windows = all_windows(module)
     # A program repeats few groupings, each long to parse: 16,384 devices may be listed one by one.
-    cached_span = functools.cache(functools.partial(span, mesh=mesh))
+    in_slice = {axis: size // slices.get(axis, 1) for axis, size in mesh.items()}
+    cached_span = functools.cache(functools.partial(span, mesh=in_slice))
     collectives = []
     for computation in module.computations.values():
         count = executions[computation.name]
@@ -111,7 +114,35 @@ def collectives_of(work: Work, mesh: Mapping[str, int]) -> list[Collective]:
                         name=instruction.name,
                     )
                 )
+        for send in computation.between_slices if count else ():
+            window = windows.get((computation.name, send.name))
+            collectives.append(_between_slices(computation, send, slices, count, window, work))
     return collectives
+
+
+def _between_slices(
+    computation: Computation,
+    send: Instruction,
+    slices: Mapping[str, int],
+    count: int,
+    window: Window | None,
+    work: Work,
+) -> Collective:
+    type_ = computation.instructions[send.operands[0]].type
+    axes = tuple(axis for axis, number in slices.items() if number > 1)
+    times = math.prod(slices.values()) if send.between_slices == "all-gather" else 1
+    return Collective(
+        send.between_slices,
+        axes,
+        bytes=times * type_bytes(type_),
+        count=count,
+        computation=computation.name,
+        op_name=send.op_name,
+        beside="" if window is None else window.matmul(work),
+        window=window,
+        elements=tuple(times * math.prod(dims) for _, dims in arrays(type_)),
+        name=send.name,
+    )
 
 
 def summarize(collectives: Iterable[Collective]) -> dict[str, dict[str, dict[str, int]]]:
@@ -156,8 +187,9 @@ def _executions(module: Module, taken: Mapping[str, Fraction]) -> dict[str, int]
     callees_first = list(TopologicalSorter(callees).static_order())
     communicates: dict[str, bool] = {}
     for name in callees_first:
-        holds_any = bool(module.computations[name].collectives)
-        communicates[name] = holds_any or any(communicates[callee] for callee in callees[name])
+        communicates[name] = module.computations[name].communicates or any(
+            communicates[callee] for callee in callees[name]
+        )
     executions = dict.fromkeys(callees_first, Fraction(0))
     executions[module.entry] = Fraction(1)
     for name in reversed(callees_first):
@@ -166,7 +198,7 @@ def _executions(module: Module, taken: Mapping[str, Fraction]) -> dict[str, int]
             if communicates[callee]:  # a loop that does not may have no static trip count
                 executions[callee] += executions[name] * _repetitions(module, computation, caller, role, taken)
     for name, count in executions.items():
-        if count.denominator > 1 and module.computations[name].collectives:
+        if count.denominator > 1 and module.computations[name].communicates:
             raise ValueError(
                 f"%{name} holds collectives and would run {count} times; state how often the conditional around it is "
                 "taken as a share of the trips of its loop"

@@ -37,6 +37,8 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"(?:pred|[a-z]+(\d+)\w*)\[([^\]]*)\]")
 _INDEX = re.compile(r"\bindex=(\d+)")
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _REMAT = re.compile(r"\.remat\d*(?:\.|$)")
 
 
@@ -61,6 +63,16 @@ class Instruction(NamedTuple):
         return first(_OP_NAME, self.rest) or ""
 
     @property
+    def between_slices(self) -> str:
+        """Of a send or recv: the collective between TPU slices that it is an end of, "" for none."""
+        return (first(_TRANSFER, self.rest) or "").lower().replace("_", "-")
+
+    @property
+    def rendezvous(self) -> str:
+        """What such a send has in common with its recv."""
+        return first(_RENDEZVOUS, self.rest) or ""
+
+    @property
     def is_duplicate(self) -> bool:
         """Whether the compiler computes again, of its own accord, what another instruction computes."""
         return _REMAT.search(self.name) is not None
@@ -80,6 +92,8 @@ class Computation:
     instructions: dict[str, Instruction] = field(default_factory=dict)
     """In the order of the schedule, where there is one."""
     collectives: list[Instruction] = field(default_factory=list)
+    between_slices: list[Instruction] = field(default_factory=list)
+    """Collectives between slices of TPUs, by their hosts: what a slice's program has of one is a send."""
     calls: list[tuple[Instruction, str, str]] = field(default_factory=list)
     """(caller, role, computation)"""
     root: str = ""
@@ -90,6 +104,12 @@ class Computation:
         while instruction.opcode in ("copy", "bitcast"):
             instruction = self.instructions[instruction.operands[0]]
         return instruction
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a collective starts in it."""
+        starts = self.collectives and not (self.chained and self.chained[1] != "start")
+        return bool(starts or self.between_slices)
 
     @property
     def chained(self) -> tuple[str, str] | None:
@@ -124,6 +144,8 @@ class Module:
                     computation.root = instruction.name
                 if instruction.opcode.removesuffix("-start") in COLLECTIVES:
                     computation.collectives.append(instruction)
+                if instruction.opcode == "send" and instruction.between_slices:
+                    computation.between_slices.append(instruction)
                 computation.calls += [(instruction, role, callee) for role, callee in instruction.callees]
             elif match := _COMPUTATION.match(line):
                 is_entry, name = match.groups()

@@ -13,7 +13,6 @@ from jaxpar.parallel import expert
 from jaxpar.parallel.axes import padded_vocab
 from jaxpar.parallel.context.halves import computed_share
 from jaxpar.parallel.context.order import needed_shifts
-from jaxpar.parallel.expert import ExpertStrategy
 from jaxpar.parallel.pipeline import looped
 from jaxpar.parallel.pipeline.program import Program
 from jaxpar.planning.attention import AttentionSize, attention_plan
@@ -71,7 +70,8 @@ def job_of(config: Config, cluster: Cluster, mesh: Mapping[str, int]) -> Job:
         seq_len=config.data.seq_len,
         batch_size=config.data.batch_size,
         num_microbatches=parallel.grad_accumulation,
-        precision="float8" if config.run.matmul == "fp8" else config.run.precision,
+        # No accelerator's peak is stated in float64: what is estimated of such a run is one in float32.
+        precision="float8" if config.run.matmul == "fp8" else config.run.precision.replace("float64", "float32"),
         pipeline=_LIKE.get(schedule.kind, schedule.kind) if schedule is not None else "1f1b",
         chunks=schedule.num_chunks if schedule is not None else 1,
         remat=parallel.remat,
@@ -82,6 +82,7 @@ def job_of(config: Config, cluster: Cluster, mesh: Mapping[str, int]) -> Job:
         optimizer=config.optimizer.name,
         compute_bytes=dtypes.compute.itemsize,
         reduce_bytes=dtypes.reduce.itemsize,
+        capacity_factor=parallel.capacity_factor if parallel.moe_dispatch == "capacity" else None,
         pipeline_residuals=parallel.pipeline_residuals,
     ).check()
 
@@ -99,13 +100,25 @@ def tiles_per_call(job: Job) -> float:
     return max(plan.tiles_per_rank) / _rounds(job)
 
 
-def filled_rows(job: Job, dispatch: ExpertStrategy) -> float:
+def filled_rows(job: Job) -> float:
     """The share of the rows of experts' buffers that balanced routing fills, where there is room for any."""
     model = job.model
-    if not model.num_experts or dispatch.dispatch == "capacity":
+    if not model.num_experts or job.capacity_factor is not None:
         return 1.0
     room = expert.arrivals(1, job.mesh["expert"], model.num_experts, model.num_experts_per_token)
     return model.num_experts_per_token / room
+
+
+def with_slots(job: Job) -> Job:
+    """The job with experts as wide as it takes to compute all slots of their capacity, filled or not."""
+    model, tokens = job.model, job.seq_len // job.mesh["context"]
+    if not model.num_experts or job.capacity_factor is None:
+        return job
+    chosen, shared = model.num_experts_per_token, model.num_shared_experts
+    most = expert.capacity(job.seq_len, model.num_experts, chosen, job.capacity_factor)
+    computed = model.num_experts * expert.capacity_slots(most, tokens) / tokens
+    width = round(model.expert_mlp_dim * (computed + shared) / (chosen + shared))
+    return job.replace(model=model.replace(expert_mlp_dim=width))
 
 
 def step_flops(job: Job, attention: Kernel, spreads_head: bool) -> float:

@@ -18,6 +18,7 @@ from jaxpar.audit.planned import (
     note_of,
     step_flops,
     tiles_per_call,
+    with_slots,
 )
 from jaxpar.audit.topology import Topology
 from jaxpar.audit.work import Duplicates, Kernel, Work
@@ -30,7 +31,7 @@ from jaxpar.planning.calibration import calibration_table
 from jaxpar.planning.memory import Memory, memory
 from jaxpar.planning.traffic import Traffic
 from jaxpar.training import pipelines
-from jaxpar.verify import Target, expected_traffic, has_formulas, traffic_settings
+from jaxpar.verify import Target, expected_traffic, has_formulas
 from meshes.chips import peak_of
 
 SURPRISING = 0.01
@@ -130,9 +131,8 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
     dynamic_trips = tiles_per_call(job) if is_tiled(job, program.attention) else 1.0
     by_place = program.attention == "splash" and not is_tiled(job, program.attention)
     target = Target(topology.platform, program.device_kind, program.folds, by_place)
-    filled = filled_rows(job, traffic_settings(config, mesh, target).dispatch)
-    work = Work(Module.parse(program.hlo), branches_taken(config, mesh), dynamic_trips, filled)
-    collectives = collectives_of(work, mesh)
+    work = Work(Module.parse(program.hlo), branches_taken(config, mesh), dynamic_trips, filled_rows(job))
+    collectives = collectives_of(work, mesh, program.slices)
     planned = expected_traffic(config, mesh, target)
     schedule = pipelines.make_schedule(config, mesh["pipe"])
     claims_all = schedule is None or has_formulas(schedule)
@@ -149,7 +149,7 @@ def read(program: Program, config: Config, topology: Topology) -> Audit:
         plan=plan,
         limit=plan.limit,
         flops=work.flops,
-        planned_flops=step_flops(job, program.attention, config.parallel.spread_head),
+        planned_flops=step_flops(with_slots(job), program.attention, config.parallel.spread_head),
         estimated_cycles=work.estimated_cycles,
         kernels=tuple(work.kernels()),
         duplicates=work.duplicates,

@@ -32,7 +32,15 @@ def windows(module: Module, computation: Computation) -> dict[str, Window]:
     }
     for instruction in computation.instructions.values():
         channel, part = chained.get(instruction.name, ("", ""))
-        if part == "start" or instruction.opcode.endswith("-start"):
+        if instruction.opcode == "recv-done":
+            # Of a collective between slices: what it receives was started by a send.
+            recv = computation.instructions[instruction.operands[0]]
+            if start := starts.get(recv.rendezvous):
+                closed[start] = Window(computation, tuple(open_.pop(start)))
+        elif instruction.opcode == "send" and instruction.between_slices:
+            open_[instruction.name] = []
+            starts[instruction.rendezvous] = instruction.name
+        elif part == "start" or instruction.opcode.endswith("-start"):
             open_[instruction.name] = []
             starts[channel or instruction.name] = instruction.name
         elif part == "done" or instruction.opcode.endswith(("-done", "-update")):

@@ -44,6 +44,8 @@ def run(args: Sequence[str], given: argparse.Namespace) -> None:
     if given.topology is None:
         raise ValueError("--topology is missing; give a machine to compile for, as in --topology h100:32x8")
     topology = Topology.parse(given.topology)
+    for path in filter(None, (given.hlo, given.html)):
+        _check_writable(path)
     with Console(stderr=True).status(f"compiling for {topology.text}"):
         found = audit(config, topology, given.timeout, not given.no_cache)
     if given.hlo is not None:
@@ -55,6 +57,13 @@ def run(args: Sequence[str], given: argparse.Namespace) -> None:
     else:
         _print(found)
     sys.exit(1 if given.strict and found.surprises else 0)
+
+
+def _check_writable(path: Path) -> None:
+    """Before anything is compiled for it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "is a directory" if path.is_dir() else f"{path.parent} is no directory"
+        raise ValueError(f"cannot write {path}: {what}; give a file in a directory that exists")
 
 
 def _print(found) -> None:

@@ -90,7 +90,8 @@ def _plan(given: argparse.Namespace) -> None:
 
 def _nothing(found) -> str:
     if found.num_meshes == 1:
-        return f"--mesh cannot be: {found.rejections[0].reason}"
+        only = found.rejections[0]
+        return f"{_mesh(only.mesh)} cannot be: {only.reason}"
     closest = min((each for each in found.rejections if each.excess), key=lambda each: each.excess, default=None)
     nearest = f"; nearest is {_mesh(closest.mesh)}, which {closest.reason}" if closest else ""
     return f"none of {found.num_meshes} meshes works: {_counts(found)}{nearest}"
@@ -100,6 +101,7 @@ def _row(choice) -> dict:
     from jaxpar.planning.job_traffic import job_traffic
 
     job, time = choice.job, choice.time
+    slowed = time.step / (time.step - time.jitter)  # each part with its share of the jitter: they add up to the step
     return {
         "mesh": dict(job.mesh),
         "pipeline": job.pipeline if job.mesh["pipe"] > 1 else None,
@@ -108,10 +110,10 @@ def _row(choice) -> dict:
         "memory_bytes": choice.memory.summary(),
         "traffic_bytes": {axes: round(size) for axes, size in job_traffic(job).items()},
         "seconds": {
-            "compute": time.compute,
-            "exposed": dict(time.exposed),
-            "bubble": time.bubble,
-            "optimizer": time.optimizer,
+            "compute": slowed * time.compute,
+            "exposed": {axes: slowed * value for axes, value in time.exposed.items()},
+            "bubble": slowed * time.bubble,
+            "optimizer": slowed * time.optimizer,
             "step": time.step,
         },
         "tokens_per_second_per_device": time.tokens_per_second_per_device,

@@ -67,8 +67,11 @@ def sizes(job: Job, num_microbatches: Numbers) -> Sizes:
     key = tokens * kv_heads * model.head_dim
     routed = tokens * (model.num_experts_per_token + model.num_shared_experts) * model.expert_mlp_dim / tensor
     stream = tokens * model.embed_dim / (tensor if job.sequence_parallel else 1)
-    # A token's experts differ (expert.arrivals).
-    room = tokens * np.minimum(job.mesh["expert"] * model.num_experts_per_token, model.num_experts)
+    if job.capacity_factor is not None:
+        room = tokens * model.num_experts_per_token * job.capacity_factor
+    else:
+        # A token's experts differ (expert.arrivals).
+        room = tokens * np.minimum(job.mesh["expert"] * model.num_experts_per_token, model.num_experts)
     return Sizes(
         tokens=tokens,
         stream=stream,

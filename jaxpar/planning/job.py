@@ -57,6 +57,8 @@ class Job:
     reduce_bytes: int = 4
     """Of a gradient while it is summed over ranks."""
 
+    capacity_factor: float | None = None
+    """Of experts' buffers, which drop what is beyond it; None: they have room for all that may arrive."""
     pipeline_residuals: bool = False
     """A stage's forward pass keeps what its backward pass needs; else that runs it again, where the framework does so
     (calibration's reruns_stages)."""
