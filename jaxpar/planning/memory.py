@@ -311,7 +311,7 @@ class Footprint:
         # A layer's gradient is reduced beside the backward pass of the layer before it.
         reduced = (1 if job.zero == 2 else self._is_cut) * 4 * layer
         copies = 4 * own.transposed if job.zero == 3 else 0.0
-        others: dict[str, Numbers] = {"a layer's gradient": reduced, "compiler's copies": copies}
+        others: dict[str, Numbers] = {"compiler's copies": copies}
         if not job.reshard_after_forward:
             others["gathered weights"] = self._is_cut * short * own.whole
         # The loss, with the gathered head and a chunk of logits, is there in place of a layer's backward pass.
@@ -321,7 +321,6 @@ class Footprint:
             parts, model = hidden_parts(job), job.model
             mlp = (3 if model.mlp == "swiglu" else 2) * model.embed_dim * model.mlp_dim / job.mesh["tensor"]
             reduced = reduced - self._is_cut * 4 * mlp * (1 - 1 / parts)
-            others["a layer's gradient"] = reduced
             working = compiled_working_bytes(job, replace(of, mlp=of.mlp / parts))
             loss = of_head + short * last.whole + chunk_bytes(job, of) - per_layer - copies
         else:
@@ -329,7 +328,8 @@ class Footprint:
             working = backward_bytes(job, of, layer)
             loss = short * (last.whole + layer + 3 * of.stream) + chunk_bytes(job, of)
             others["head"] = of_head
-        others |= {"working": working, "loss": np.maximum(0.0, loss - working - reduced)}
+        others |= {"a layer's gradient": reduced, "working": working}
+        others["loss"] = np.maximum(0.0, loss - working - reduced)
         return StageMemory(parameters, gradients, optimizer, 0.0, others)
 
     def _of_stage(self, parameters: Numbers, optimizer: Numbers) -> StageMemory:
